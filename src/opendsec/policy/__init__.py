@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policy documents to enforceable rules, pure. May import: opendsec.api, opendsec.kernel."""
