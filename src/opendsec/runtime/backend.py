@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs a sandbox: the interface that every backend implements, and the words the edge speaks to it in.
+
+A backend owns no timers, no journal and no HTTP. The edge decides; a backend acquires and releases. Every `create` that raises
+has released what it had acquired; every `destroy` may be repeated and releases the rest even when one part fails.
+
+    Placement   what the edge has already decided and journaled for a new sandbox (id, uid range, limits, layers)
+    Handle      a living sandbox held by this edge
+    Record      what the journal keeps of a handle, enough for another edge process to adopt the sandbox or to clear it away
+    ExecPlan    one command, with every default resolved
+    Running     a started command
+    Exit        how it ended
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from opendsec.api.exec import Pty
+from opendsec.api.files import FileInfo, WatchEvent
+from opendsec.api.images import ImageConfig
+from opendsec.api.sandboxes import Capability, Usage
+from opendsec.api.spec import Limits
+
+
+class LayerRef(msgspec.Struct, frozen=True):
+    """A layer as stored: an EROFS metadata file and the data file it points into."""
+
+    digest: str  # sha256:<64 hex digits>
+    meta: Path
+    data: Path
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """One sandbox to create. `uid_base`: the first of the 65,536 host ids that are its own."""
+
+    sandbox_id: str
+    uid_base: int
+    limits: Limits
+    layers: tuple[LayerRef, ...]  # lowest first
+    config: ImageConfig
+    env: Mapping[str, str]  # the image's and the spec's, merged
+    user: str
+    workdir: str
+    hostname: str
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """What the journal keeps of a handle. `pid` and `start_time` together name one process of this boot, for ever."""
+
+    sandbox_id: str
+    backend: str
+    pid: int
+    start_time: int  # clock ticks since boot, /proc/<pid>/stat field 22
+    boot_id: str
+    uid_base: int
+    scratch: str  # the scratch driver's own reference
+    limits: Limits
+    layers: tuple[str, ...]
+
+
+class ExecPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One command. `env` is complete; strings may carry surrogate escapes for raw bytes."""
+
+    process_id: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: str
+    user: str
+    pty: Pty | None = None
+
+
+class Exit(msgspec.Struct, frozen=True, kw_only=True):
+    """How a command ended. `not_started` is set when it never ran: then code and signal are None.
+
+    `lost` means that the spawner died first and nobody can know.
+    """
+
+    code: int | None = None
+    signal: int | None = None
+    cpu_ms: float = 0.0
+    max_rss_bytes: int = 0
+    not_started: str = ""
+    lost: bool = False
+
+
+class Counters(msgspec.Struct, frozen=True, kw_only=True):
+    """Cumulative counts of refused or killed requests in one sandbox; a difference between two readings says what a command hit."""
+
+    oom_kills: int = 0
+    pids_denied: int = 0
+    disk_full: bool = False
+    inodes_full: bool = False
+
+
+class Running(Protocol):
+    """A started command."""
+
+    @property
+    def pid(self) -> int:
+        """The host's id of its first process; 0 if it never started."""
+
+    @property
+    def terminal(self) -> int | None:
+        """Descriptor of the terminal's controlling side, owned by the caller of `Handle.exec` from then on."""
+
+    @property
+    def exited(self) -> asyncio.Future[Exit]:
+        """Done once the first process has ended, whatever its children do. Never cancelled by the backend."""
+
+    def signal(self, number: int, *, tree: bool = False) -> None:
+        """Send a signal to the first process or to all of its tree; nothing happens if it has ended."""
+
+    def kill_tree(self) -> None:
+        """SIGKILL the whole tree, with children that called setsid, double-forked or ignore signals."""
+
+    def alive_children(self) -> bool:
+        """Whether anything of the tree still runs."""
+
+    def members(self) -> tuple[int, ...]:
+        """Host pids of all living processes of the tree."""
+
+    async def release(self) -> None:
+        """Give back what the command held (its cgroup) once its tree is gone; while children live this only marks it for later."""
+
+
+class FileAccess(Protocol):
+    """Files of a living sandbox. Paths are absolute bytes, resolved beneath its root; uids are as seen inside.
+
+    All are blocking calls for a worker thread. Errors: NotFound, Conflict (wrong kind, not empty, exists), InvalidRequest,
+    QuotaExceeded (no space left in the sandbox), SandboxLost.
+    """
+
+    def stat(self, path: bytes, *, follow: bool = True) -> FileInfo: ...
+    def list(self, path: bytes) -> Sequence[FileInfo]: ...
+    def open_read(self, path: bytes) -> int:
+        """A descriptor of a regular file, opened for reading; the caller closes it."""
+
+    def open_write(self, path: bytes, *, mode: int, user: str, append: bool, parents: bool) -> FileWriter: ...
+    def mkdir(self, path: bytes, *, mode: int, user: str, parents: bool) -> FileInfo: ...
+    def move(self, path: bytes, to: bytes) -> FileInfo: ...
+    def remove(self, path: bytes, *, recursive: bool) -> None: ...
+    def chmod(self, path: bytes, *, mode: int | None, user: str | None) -> FileInfo: ...
+    def archive(self, path: bytes, out_fd: int) -> None:
+        """Write a tar stream of `path` to `out_fd` (closed by the caller)."""
+
+    def extract(self, path: bytes, in_fd: int, *, user: str | None) -> int:
+        """Unpack a tar stream from `in_fd` beneath `path`; the bytes of file content written."""
+
+    def open_watch(self, path: bytes) -> Watch: ...
+
+
+class FileWriter(Protocol):
+    """A file being written. Until `commit` succeeds the old content stays; `abort` leaves nothing behind. (Appending writes in place.)"""
+
+    def write(self, data: bytes) -> None: ...
+    def commit(self) -> int:
+        """Make it the file; its size on disk, checked against what was written."""
+
+    def abort(self) -> None: ...
+
+
+class Watch(Protocol):
+    """A watched directory. `fileno` becomes readable when events wait."""
+
+    def fileno(self) -> int: ...
+    def read(self) -> Sequence[WatchEvent]: ...
+    def close(self) -> None: ...
+
+
+class Handle(Protocol):
+    """A living sandbox."""
+
+    @property
+    def sandbox_id(self) -> str: ...
+    @property
+    def record(self) -> Record: ...
+    @property
+    def died(self) -> asyncio.Future[str]:
+        """Done with a reason once PID 1 of the sandbox is gone."""
+
+    @property
+    def files(self) -> FileAccess: ...
+    async def exec(self, plan: ExecPlan, *, stdin: int | None, stdout: int | None, stderr: int | None) -> Running:
+        """Start a command. The descriptors become its 0, 1, 2 (None: /dev/null; all None with a terminal); the caller keeps and closes its
+        own copies. A command that cannot start is a Running whose `exited` says `not_started`. Raises SandboxLost, Unavailable."""
+
+    def counters(self) -> Counters: ...
+    def usage(self) -> Usage: ...
+    def processes(self) -> int:
+        """How many processes run inside besides PID 1."""
+
+    async def destroy(self) -> None:
+        """Kill everything and release everything; may be repeated."""
+
+
+class Backend(Protocol):
+    """One kind of sandbox on this node."""
+
+    @property
+    def name(self) -> str: ...
+    def capabilities(self) -> tuple[Capability, ...]: ...
+    async def start(self) -> None:
+        """Acquire what all sandboxes share."""
+
+    async def create(self, placement: Placement) -> Handle: ...
+    async def create_many(self, placements: Sequence[Placement]) -> Sequence[Handle | BaseException]:
+        """Like `create` for each, in order, overlapped."""
+
+    async def adopt(self, record: Record) -> Handle:
+        """A handle on a sandbox that an earlier edge process made. Raises SandboxLost if it is gone."""
+
+    async def clear(self, sandbox_id: str, record: Record | None) -> None:
+        """Remove whatever a half-made or dead sandbox left behind; may be repeated."""
+
+    def leftovers(self) -> Sequence[str]:
+        """Ids of sandboxes of this edge that have cgroups, scratch or processes here."""
+
+    async def close(self) -> None:
+        """Release what all sandboxes share; living sandboxes stay."""
