@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests share beyond fixtures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SRC = ROOT / "src" / "opendsec"
+NATIVE_INIT = SRC / "_native" / "dsec-init"
+
+
+def requires(*features: str) -> pytest.MarkDecorator:
+    """Mark a test that needs kernel features, by their names in `opendsec.kernel.features`.
+
+    The only way to skip: where a feature is missing the test is skipped with the probe's own reason. Any other skip is an error in CI.
+    """
+    return pytest.mark.requires(*features)
