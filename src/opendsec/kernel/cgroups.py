@@ -1,0 +1,597 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Control groups behind one interface: pure v2, pure v1, and the hybrid of both.
+
+A `Group` is one name that stands for a directory in every hierarchy concerned. One of them is its *tree*: the v2
+hierarchy where there is one (else v1 freezer), the only one that has child groups and the one that kill, freeze,
+populated and procs speak of. The limits (memory, cpu, pids) live on the group itself, never on its children, wherever the
+kernel has bound each controller. A hybrid v2 hierarchy without controllers still kills, freezes and accounts CPU time.
+
+How a process gets in, and what that costs (Linux 6.18, 2 cores):
+
+* Writing a pid to `cgroup.procs` takes a lock whose first use after a pause waits for an RCU grace period: 6 to 14 ms. It
+  does not matter who writes, nor which hierarchy.
+* `CLONE_INTO_CGROUP` takes no such lock: nothing measurable on top of the fork. It reaches v2 only.
+* A single-threaded process that writes "0" (itself) to the v1 file `tasks` takes no such lock either: three hierarchies
+  cost 0.12 to 0.3 ms together, nearly all of it the copy-on-write faults of a young fork.
+
+So: clone3 into the tree (`open_v2_dir`), then the child writes "0" to each of `join_paths` late, so that what it allocates
+before is not charged to the sandbox. The spawner joining the groups, forking and going back would cost half of that
+again, but a group at its memory limit could then have the spawner killed, and a throttled one would stall it.
+
+Nothing here sleeps: emptiness is awaited by poll(2) on `cgroup.events`, or on pidfds where there is no such file.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import time
+
+from opendsec.kernel import abi, procfs, syscalls
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    Limit = int | float | None
+
+CONTROLLERS = ("memory", "cpu", "pids")
+LIMITS = ("memory_bytes", "cpu_cores", "cpu_weight", "pids")
+"""Keys of a limits mapping: bytes (no swap on top), cores (0.5 is half of one), weight 1 to 10,000 (default 100),
+number of processes and threads. A value of None lifts the limit."""
+
+PERIOD_US = 100_000
+"""Length of the CPU quota's period."""
+
+
+class Hierarchies:
+    """Where the kernel has bound what. `v2` is the mount point of cgroup2 or None; `homes` maps each of `CONTROLLERS`
+    (and "freezer", "cpuacct", on v1) that there is to (version, mount point)."""
+
+    __slots__ = ("homes", "v2")
+
+    def __init__(self, v2: str | None, homes: dict[str, tuple[int, str]]) -> None:
+        self.v2 = v2
+        self.homes = homes
+
+    @property
+    def mode(self) -> str:
+        """ "v2": all controllers there; "hybrid": v2 with controllers elsewhere; "v1"; "none"."""
+        versions = {self.homes[name][0] for name in CONTROLLERS if name in self.homes}
+        if self.v2 is None:
+            return "v1" if versions else "none"
+        return "v2" if 1 not in versions else "hybrid"
+
+    @property
+    def missing(self) -> list[str]:
+        """Controllers that no hierarchy offers; limits of these raise OSError(ENOTSUP)."""
+        return [name for name in CONTROLLERS if name not in self.homes]
+
+    @property
+    def tree(self) -> tuple[int, str]:
+        """(version, mount point) of the hierarchy that holds child groups."""
+        if self.v2 is not None:
+            return 2, self.v2
+        for name in ("freezer", "pids", "memory", "cpu"):
+            if name in self.homes:
+                return self.homes[name]
+        raise OSError(errno.ENOTSUP, "no cgroup hierarchy is mounted")
+
+    def group(self, name: str) -> Group:
+        return Group(self, name)
+
+
+def find_hierarchies(mounts: list[procfs.Mount], v2_controllers: Mapping[str, str]) -> Hierarchies:
+    """The pure part of `discover`: mounts, and for each cgroup2 mount point the text of its cgroup.controllers."""
+    v2: str | None = None
+    homes: dict[str, tuple[int, str]] = {}
+    for mount in mounts:
+        where = os.fsdecode(mount.mount_point)
+        if mount.fstype == "cgroup2" and v2 is None:
+            v2 = where
+            for name in v2_controllers.get(where, "").split():
+                if name in CONTROLLERS:
+                    homes[name] = (2, where)
+        elif mount.fstype == "cgroup":
+            for name in (*CONTROLLERS, "freezer", "cpuacct"):
+                if name in mount.super_options:
+                    homes.setdefault(name, (1, where))
+    return Hierarchies(v2, homes)
+
+
+def discover() -> Hierarchies:
+    """Look at this process's mounts. The answer holds until somebody remounts cgroups; ask once."""
+    mounts = procfs.mountinfo()
+    offered = {}
+    for mount in mounts:
+        if mount.fstype == "cgroup2":
+            where = os.fsdecode(mount.mount_point)
+            offered[where] = procfs.read(f"{where}/cgroup.controllers").decode("ascii", "replace")
+    return find_hierarchies(mounts, offered)
+
+
+class Usage:
+    """What a group uses now. None: this kernel does not say."""
+
+    __slots__ = ("cpu_us", "memory_bytes", "memory_peak_bytes", "pids")
+
+    def __init__(
+        self, memory_bytes: int | None, memory_peak_bytes: int | None, cpu_us: int | None, pids: int | None
+    ) -> None:
+        self.memory_bytes, self.memory_peak_bytes, self.cpu_us, self.pids = memory_bytes, memory_peak_bytes, cpu_us, pids
+
+
+class Events:
+    """What happened to a group since it was made. Counts only grow; without the controller they stay 0."""
+
+    __slots__ = ("cpu_throttled", "cpu_throttled_us", "memory_max_hits", "oom_kills", "pids_max_hits")
+
+    def __init__(self) -> None:
+        self.oom_kills = self.memory_max_hits = self.pids_max_hits = self.cpu_throttled = self.cpu_throttled_us = 0
+
+
+def parse_flat(data: bytes) -> dict[str, int]:
+    """A flat-keyed file (`name number` a line); lines of another shape are passed over."""
+    fields = {}
+    for line in data.split(b"\n"):
+        words = line.split()
+        if len(words) == 2:
+            try:
+                fields[words[0].decode("ascii", "replace")] = int(words[1])
+            except ValueError:
+                continue
+    return fields
+
+
+def check_name(name: str) -> str:
+    """A name is one or more components of letters, digits, `_`, `-` and inner dots. Raises ValueError."""
+    for part in name.split("/"):
+        if not part or part.startswith(".") or not all(c.isascii() and (c.isalnum() or c in "._-") for c in part):
+            raise ValueError(f"not a cgroup name: {name!r}")
+    return name
+
+
+def join(paths: list[str]) -> None:
+    """Put the calling process, which must be single-threaded, into groups: see `Group.join_paths`."""
+    for path in paths:
+        procfs.write(path, b"0")
+
+
+def join_fds(fds: list[int]) -> None:
+    """As `join`, with the descriptors of `Group.open_join`."""
+    for fd in fds:
+        os.write(fd, b"0")
+
+
+class Group:
+    """A group by its name relative to the roots of the hierarchies, such as `opendsec-e1/s42`. Making one of these
+    objects touches nothing; every method looks at the kernel anew, so that objects need not be kept or shared."""
+
+    __slots__ = ("_homes", "_owner", "hierarchies", "name")
+
+    def __init__(self, hierarchies: Hierarchies, name: str, owner: Group | None = None) -> None:
+        self.hierarchies = hierarchies
+        self.name = check_name(name)
+        self._owner = owner  # the group that holds the limits, for a child
+        self._homes = {} if owner else self._needed_homes()
+
+    def _needed_homes(self) -> dict[str, tuple[int, str]]:
+        """Controller → (version, directory)."""
+        needed = {}
+        for controller in CONTROLLERS if self.hierarchies.v2 else (*CONTROLLERS, "cpuacct"):
+            home = self.hierarchies.homes.get(controller)
+            if home:
+                needed[controller] = (home[0], f"{home[1]}/{self.name}")
+        return needed
+
+    def __repr__(self) -> str:
+        return f"Group({self.name!r})"
+
+    # --- directories
+
+    @property
+    def tree_path(self) -> str:
+        return f"{self.hierarchies.tree[1]}/{self.name}"
+
+    def _v1_paths(self) -> list[str]:
+        """Directories outside the tree, each once (cpu and cpuacct often share one)."""
+        tree = self.tree_path
+        paths = dict.fromkeys(directory for version, directory in self._homes.values() if version == 1)
+        return [path for path in paths if path != tree]
+
+    def child(self, name: str) -> Group:
+        """A group beneath this one, in the tree alone, without limits of its own."""
+        if "/" in name:
+            raise ValueError(f"a child's name has one component: {name!r}")
+        return Group(self.hierarchies, f"{self.name}/{name}", self._owner or self)
+
+    def children(self) -> list[Group]:
+        """The child groups that exist."""
+        return [self.child(name) for name in _subdirectories(self.tree_path)]
+
+    def exists(self) -> bool:
+        return os.path.isdir(self.tree_path)
+
+    def open_v2_dir(self) -> int | None:
+        """A descriptor for CLONE_INTO_CGROUP, or None where there is no v2. The caller closes it."""
+        if self.hierarchies.v2 is None:
+            return None
+        return os.open(self.tree_path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def join_paths(self) -> list[str]:
+        """The files a new, single-threaded process writes "0" to, after it was cloned into the v2 directory, to be in all
+        of this group (for a child: also in the controllers of the group that holds the limits)."""
+        owner = self._owner or self
+        paths = [f"{path}/tasks" for path in owner._v1_paths()]
+        if self.hierarchies.tree[0] == 1:
+            paths.append(f"{self.tree_path}/tasks")
+        return paths
+
+    def open_join(self) -> list[int]:
+        """`join_paths` opened for `join_fds`, for a child that can no longer open them itself: the kernel judges the
+        move by who opened the file. The caller closes them."""
+        fds: list[int] = []
+        try:
+            for path in self.join_paths():
+                fds.append(os.open(path, os.O_WRONLY | os.O_CLOEXEC))
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        return fds
+
+    # --- life
+
+    def create(self, limits: Mapping[str, Limit] | None = None) -> None:
+        """Make the directories, parents included, and set limits. All or nothing; FileExistsError if it is there."""
+        made: list[str] = []
+        try:
+            for path in (self.tree_path, *self._v1_paths()):
+                self._mkdir(path)
+                made.append(path)
+            if limits:
+                self.update(limits)
+        except BaseException:
+            for path in reversed(made):
+                os.rmdir(path)
+            raise
+
+    def _mkdir(self, path: str) -> None:
+        try:
+            os.mkdir(path, 0o755)
+        except FileNotFoundError:
+            self._make_parents(path)
+            os.mkdir(path, 0o755)
+
+    def _make_parents(self, path: str) -> None:
+        """The directories above, and on v2 the controllers for what is below them (not below the group itself: a group
+        that passes controllers on may hold no processes)."""
+        version, root = self.hierarchies.tree
+        above = root if path == self.tree_path else path[: -len(self.name) - 1]
+        wanted = [name for name in CONTROLLERS if self.hierarchies.homes.get(name) == (2, above)] if version == 2 else []
+        for part in ("", *self.name.split("/")[:-1]):
+            above = f"{above}/{part}" if part else above
+            try:
+                os.mkdir(above, 0o755)
+            except FileExistsError:
+                pass
+            # A child's owner has no controllers below it.
+            if wanted and not (self._owner and len(above) >= len(self._owner.tree_path)):
+                enabled = procfs.read(f"{above}/cgroup.subtree_control").decode("ascii", "replace").split()
+                for name in wanted:
+                    if name not in enabled:
+                        procfs.write(f"{above}/cgroup.subtree_control", f"+{name}")
+
+    def remove(self, timeout_s: float = 10.0) -> None:
+        """Kill all that is inside, wait until it is gone, remove the directories, children first. Does nothing if the group
+        is not there. Raises TimeoutError when processes do not die (one stuck in the kernel cannot)."""
+        deadline = time.monotonic() + timeout_s
+        if self.exists():
+            self._remove_tree(self.tree_path, deadline)
+        for path in self._v1_paths():
+            self._remove_v1(path, deadline)
+
+    def _remove_tree(self, path: str, deadline: float) -> None:
+        while True:
+            try:
+                for name in _subdirectories(path):
+                    self._remove_tree(f"{path}/{name}", deadline)
+                os.rmdir(path)
+                return
+            except FileNotFoundError:
+                return
+            except OSError as error:
+                # EBUSY: populated, or somebody made a child meanwhile. Only then is there something to kill.
+                if error.errno not in (errno.EBUSY, errno.ENOTEMPTY):
+                    raise
+            try:
+                self.kill(timeout_s=deadline - time.monotonic())
+                self.wait_empty(deadline - time.monotonic())
+            except FileNotFoundError:
+                pass
+            _check(deadline, path)
+
+    def _remove_v1(self, path: str, deadline: float) -> None:
+        """What is in the tree is dead by now; left are processes that had joined this group and not (yet) the tree."""
+        while True:
+            try:
+                os.rmdir(path)
+                return
+            except FileNotFoundError:
+                return
+            except OSError as error:
+                if error.errno != errno.EBUSY:
+                    raise
+            _check(deadline, path)
+            _kill_and_wait(_read_pids(path), deadline, path)
+
+    def kill(self, timeout_s: float = 10.0) -> None:
+        """SIGKILL to every process in the tree group and below, also those being forked just now. Does not wait.
+
+        Kernels without `cgroup.kill` get the group frozen first, so that no fork escapes the listing."""
+        if self.hierarchies.tree[0] == 2:
+            try:
+                procfs.write(f"{self.tree_path}/cgroup.kill", b"1")
+                return
+            except FileNotFoundError:
+                if not self.exists():
+                    raise
+        try:
+            self.freeze(timeout_s)
+        except (OSError, TimeoutError):
+            pass  # no freezer: the loop below has to win the race by repeating
+        try:
+            killed: set[int] = set()
+            while fresh := set(self.procs()) - killed:
+                for pid in fresh:
+                    try:
+                        os.kill(pid, abi.SIGKILL)
+                    except ProcessLookupError:
+                        pass
+                killed |= fresh
+        finally:
+            try:
+                self.thaw()
+            except OSError:
+                pass
+
+    def freeze(self, timeout_s: float = 10.0) -> None:
+        """Stop every process in the group and below, and wait until all have stopped. Raises TimeoutError."""
+        deadline = time.monotonic() + timeout_s
+        if self.hierarchies.tree[0] == 2:
+            procfs.write(f"{self.tree_path}/cgroup.freeze", b"1")
+            self._wait_event("frozen", 1, deadline)
+            return
+        state = f"{self.tree_path}/freezer.state"
+        procfs.write(state, b"FROZEN")
+        # v1 has no event for this; reading the state is what moves it from FREEZING on.
+        while procfs.read(state).strip() != b"FROZEN":
+            _check(deadline, state)
+            os.sched_yield()
+
+    def thaw(self) -> None:
+        """Let the processes run again."""
+        if self.hierarchies.tree[0] == 2:
+            procfs.write(f"{self.tree_path}/cgroup.freeze", b"0")
+        else:
+            procfs.write(f"{self.tree_path}/freezer.state", b"THAWED")
+
+    # --- waiting
+
+    def populated(self) -> bool:
+        """Whether any live process is in the tree group or below."""
+        if self.hierarchies.tree[0] == 2:
+            return parse_flat(procfs.read(f"{self.tree_path}/cgroup.events")).get("populated", 0) != 0
+        return bool(self.procs())
+
+    def wait_empty(self, timeout_s: float = 10.0) -> None:
+        """Return when no live process is in the tree group or below. Raises TimeoutError."""
+        deadline = time.monotonic() + timeout_s
+        if self.hierarchies.tree[0] == 2:
+            self._wait_event("populated", 0, deadline)
+            return
+        while pids := self.procs():
+            _wait_exits(pids, deadline, self.tree_path)
+
+    def open_events(self) -> int:
+        """`cgroup.events` open for polling (v2 only): POLLPRI wakes when populated or frozen changes. The caller closes it,
+        and re-reads with pread from offset 0, which also arms the next wake-up."""
+        return os.open(f"{self.tree_path}/cgroup.events", os.O_RDONLY | os.O_CLOEXEC)
+
+    def _wait_event(self, key: str, value: int, deadline: float) -> None:
+        fd = self.open_events()
+        try:
+            poller = select.poll()
+            poller.register(fd, select.POLLPRI)
+            while parse_flat(os.pread(fd, 4096, 0)).get(key) != value:
+                _check(deadline, self.tree_path)
+                poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        finally:
+            os.close(fd)
+
+    def procs(self) -> list[int]:
+        """Pids in the tree group and below, as our pid namespace numbers them (0: not visible from here)."""
+        pids: list[int] = []
+        pending = [self.tree_path]
+        while pending:
+            path = pending.pop()
+            try:
+                pids += _read_pids(path)
+                pending += [f"{path}/{name}" for name in _subdirectories(path)]
+            except OSError as error:
+                # A child group may go while we walk (ENODEV for an open file of a removed group).
+                if path == self.tree_path or error.errno not in (errno.ENOENT, errno.ENODEV):
+                    raise
+        return pids
+
+    # --- limits and readings
+
+    def _home(self, controller: str) -> tuple[int, str]:
+        owner = self._owner or self
+        home = owner._homes.get(controller)
+        if home is None:
+            raise OSError(errno.ENOTSUP, f"no cgroup hierarchy has the {controller} controller", self.name)
+        return home
+
+    def update(self, limits: Mapping[str, Limit]) -> None:
+        """Set the limits given (see `LIMITS`), also while processes run; the others stay. Lowering memory below what is in
+        use reclaims first; what cannot be reclaimed is EBUSY on v1 and an OOM kill on v2."""
+        if self._owner is not None:
+            raise ValueError("limits belong to the sandbox's group, not to its children")
+        unknown = [key for key in limits if key not in LIMITS]
+        if unknown:
+            raise ValueError(f"unknown limits: {', '.join(unknown)}")
+        if "memory_bytes" in limits:
+            self._set_memory(limits["memory_bytes"])
+        if "pids" in limits:
+            _, path = self._home("pids")
+            procfs.write(f"{path}/pids.max", "max" if limits["pids"] is None else str(int(limits["pids"])))
+        if "cpu_cores" in limits:
+            self._set_quota(limits["cpu_cores"])
+        if "cpu_weight" in limits:
+            weight = 100 if limits["cpu_weight"] is None else int(limits["cpu_weight"])
+            if not 1 <= weight <= 10_000:
+                raise ValueError(f"cpu_weight is 1 to 10000, not {weight}")
+            version, path = self._home("cpu")
+            if version == 2:
+                procfs.write(f"{path}/cpu.weight", str(weight))
+            else:
+                procfs.write(f"{path}/cpu.shares", str(max(2, weight * 1024 // 100)))
+
+    def _set_memory(self, value: Limit) -> None:
+        version, path = self._home("memory")
+        if version == 2:
+            procfs.write(f"{path}/memory.max", "max" if value is None else str(int(value)))
+            try:
+                procfs.write(f"{path}/memory.swap.max", "max" if value is None else "0")
+            except FileNotFoundError:
+                pass  # no swap in this kernel
+            return
+        text = "-1" if value is None else str(int(value))
+        both, memory = f"{path}/memory.memsw.limit_in_bytes", f"{path}/memory.limit_in_bytes"
+        swap_counted = os.path.exists(both)
+        # memory <= memory+swap must hold in between as well, so a rise goes in the other order.
+        try:
+            procfs.write(memory, text)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not swap_counted:
+                raise
+            procfs.write(both, text)
+            procfs.write(memory, text)
+        else:
+            if swap_counted:
+                procfs.write(both, text)
+
+    def _set_quota(self, cores: Limit) -> None:
+        version, path = self._home("cpu")
+        if cores is not None and not cores > 0:
+            raise ValueError(f"cpu_cores is above 0, not {cores}")
+        # The kernel's least quota is 1 ms a period.
+        quota = None if cores is None else max(1000, int(cores * PERIOD_US))
+        if version == 2:
+            procfs.write(f"{path}/cpu.max", f"{'max' if quota is None else quota} {PERIOD_US}")
+        else:
+            procfs.write(f"{path}/cpu.cfs_period_us", str(PERIOD_US))
+            procfs.write(f"{path}/cpu.cfs_quota_us", "-1" if quota is None else str(quota))
+
+    def usage(self) -> Usage:
+        """What the group uses now. For a child: its CPU time and processes only."""
+        cpu_us = self._cpu_us()
+        if self._owner is not None:
+            return Usage(None, None, cpu_us, len(self.procs()))
+        memory = peak = pids = None
+        if "memory" in self._homes:
+            version, path = self._homes["memory"]
+            names = ("memory.current", "memory.peak") if version == 2 else ("memory.usage_in_bytes", "memory.max_usage_in_bytes")
+            memory, peak = (_read_int(f"{path}/{name}") for name in names)
+        if "pids" in self._homes:
+            pids = _read_int(f"{self._homes['pids'][1]}/pids.current")
+        return Usage(memory, peak, cpu_us, pids)
+
+    def _cpu_us(self) -> int | None:
+        if self.hierarchies.v2 is not None:
+            # Every v2 group accounts CPU time, with or without the controller.
+            return parse_flat(procfs.read(f"{self.tree_path}/cpu.stat")).get("usage_usec")
+        home = self._homes.get("cpuacct")
+        spent = _read_int(f"{home[1]}/cpuacct.usage") if home else None
+        return None if spent is None else spent // 1000
+
+    def events(self) -> Events:
+        """What the limits did so far."""
+        if self._owner is not None:
+            raise ValueError("events belong to the sandbox's group, not to its children")
+        events = Events()
+        if "memory" in self._homes:
+            version, path = self._homes["memory"]
+            if version == 2:
+                fields = parse_flat(procfs.read(f"{path}/memory.events"))
+                events.oom_kills, events.memory_max_hits = fields.get("oom_kill", 0), fields.get("max", 0)
+            else:
+                events.oom_kills = parse_flat(procfs.read(f"{path}/memory.oom_control")).get("oom_kill", 0)
+                # With swap forbidden both counters have one limit, and either may be the one that refuses.
+                refused = (_read_int(f"{path}/{name}.failcnt") or 0 for name in ("memory", "memory.memsw"))
+                events.memory_max_hits = sum(refused)
+        if "pids" in self._homes:
+            events.pids_max_hits = parse_flat(procfs.read(f"{self._homes['pids'][1]}/pids.events")).get("max", 0)
+        if "cpu" in self._homes:
+            version, path = self._homes["cpu"]
+            fields = parse_flat(procfs.read(f"{path}/cpu.stat"))
+            events.cpu_throttled = fields.get("nr_throttled", 0)
+            events.cpu_throttled_us = (
+                fields.get("throttled_usec", 0) if version == 2 else fields.get("throttled_time", 0) // 1000
+            )
+        return events
+
+
+def _check(deadline: float, path: str) -> None:
+    if time.monotonic() >= deadline:
+        raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT), path)
+
+
+def _subdirectories(path: str) -> Iterator[str]:
+    with os.scandir(path) as entries:
+        return iter([entry.name for entry in entries if entry.is_dir(follow_symlinks=False)])
+
+
+def _read_pids(path: str) -> list[int]:
+    return [int(line) for line in procfs.read(f"{path}/cgroup.procs").split()]
+
+
+def _read_int(path: str) -> int | None:
+    try:
+        return int(procfs.read(path))
+    except FileNotFoundError:
+        return None
+
+
+def _wait_exits(pids: list[int], deadline: float, path: str) -> None:
+    """Until every one of these has exited, by pidfds. What is in the group afterwards is for the caller to look at."""
+    poller = select.poll()
+    waiting: set[int] = set()
+    try:
+        for pid in pids:
+            try:
+                fd = syscalls.pidfd_open(pid)
+            except ProcessLookupError:
+                continue
+            waiting.add(fd)
+            poller.register(fd, select.POLLIN)
+        while waiting:
+            _check(deadline, path)
+            for fd, _ in poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                poller.unregister(fd)
+                os.close(fd)
+                waiting.discard(fd)
+    finally:
+        for fd in waiting:
+            os.close(fd)
+
+
+def _kill_and_wait(pids: list[int], deadline: float, path: str) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, abi.SIGKILL)
+        except ProcessLookupError:
+            pass
+    _wait_exits(pids, deadline, path)

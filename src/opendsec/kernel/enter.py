@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The child's side of a plan: from a fresh fork of the spawner to the program inside the sandbox.
+
+Both functions run in a child that leaves by exec or `os._exit` alone. Facts that order the steps:
+
+* The child inherits every descriptor of the spawner: layers, other children's reports, the control socket. It keeps what it was
+  given and closes the rest first; a child that hung on something hostile would otherwise hold other children's ends open.
+* The spawner is not dumpable and a fork inherits that, so nothing inside a sandbox can trace the child or read its memory between
+  joining the namespaces and exec, not even with the same uid.
+* From the moment the mount namespace is the sandbox's, every path is hostile: files are opened without following links where that
+  matters, never blocking, and checked to be regular before they are read.
+* Capabilities are full until the last step, because joining a user namespace grants them all; seccomp comes last but exec, because the
+  profile forbids what set-up needs.
+
+The report channel carries one datagram: `b"ok"` just before exec (with the terminal, if there is one), or a marshalled
+(step, errno, text). After "ok" an exec that fails sends a second one. End of file without "ok" means the child was killed.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import marshal
+import os
+import resource
+import signal
+import socket
+import stat
+
+from opendsec.kernel import abi, capabilities, netlink, syscalls
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+    Plan = dict[str, Any]
+
+FIRST_KEPT = 3
+ATTRS_QUIET = abi.MOUNT_ATTR_NOSUID | abi.MOUNT_ATTR_NODEV | abi.MOUNT_ATTR_NOEXEC
+SANDBOX_NAMESPACES = (
+    abi.CLONE_NEWUSER | abi.CLONE_NEWNS | abi.CLONE_NEWPID | abi.CLONE_NEWIPC | abi.CLONE_NEWUTS | abi.CLONE_NEWNET
+)  # the cgroup namespace is unshared later, once the child is in its cgroups: its root is where it stands then
+JOINED_NAMESPACES = (SANDBOX_NAMESPACES & ~abi.CLONE_NEWPID) | abi.CLONE_NEWCGROUP
+PATH_DEFAULT = b"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+MAX_PASSWD_BYTES = 1 << 20
+
+step = "start"  # where the child is, for the report; a module variable, because every step sets it
+
+
+class StartError(Exception):
+    """The command cannot start, and it is the caller's or the image's doing: (errno, text)."""
+
+
+def run_child(report: int, body: Any, *args: Any) -> NoReturn:
+    """Run `body`, report what goes wrong, never return."""
+    try:
+        body(report, *args)
+        send_report(report, marshal.dumps((step, 0, "ended without exec")))
+    except StartError as error:
+        send_report(report, marshal.dumps((step, error.args[0], error.args[1])))
+    except OSError as error:
+        name = f": {os.fsencode(error.filename)!r}" if isinstance(error.filename, str | bytes) else ""
+        send_report(report, marshal.dumps((step, error.errno or 0, f"{error.strerror}{name}")))
+    except BaseException as error:  # a bug of ours: it must reach the edge's log, and the child must not return
+        send_report(report, marshal.dumps((step, 0, f"{type(error).__name__}: {error}")))
+    finally:
+        os._exit(127)
+
+
+def send_report(report: int, data: bytes) -> None:
+    try:
+        os.write(report, data)
+    except OSError:
+        pass  # the spawner is gone: there is nobody to tell
+
+
+def keep(wanted: list[int]) -> list[int]:
+    """Move `wanted` to 3, 4, … in order, close-on-exec, and close every other descriptor above 2."""
+    floor = FIRST_KEPT + len(wanted)
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, floor) for fd in wanted]
+    for number, fd in enumerate(high):
+        os.dup2(fd, FIRST_KEPT + number, inheritable=False)
+    os.closerange(0, 3)
+    syscalls.close_range(floor)
+    return list(range(FIRST_KEPT, floor))
+
+
+def join_cgroups(procs_files: list[bytes]) -> None:
+    for path in procs_files:
+        write_file(path, b"0")
+
+
+def write_file(path: bytes, data: bytes) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, data)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from None
+    finally:
+        os.close(fd)
+
+
+def restrict(plan: Plan, profile: bytes) -> None:
+    """Limits, capabilities, no new privileges, and last the system call filter."""
+    global step
+    step = "restrict"
+    for number, soft, hard in plan["rlimits"]:
+        resource.setrlimit(number, (soft, hard))
+    syscalls.prctl(abi.PR_SET_NO_NEW_PRIVS, 1)
+    syscalls.seccomp(abi.SECCOMP_SET_MODE_FILTER, 0, profile)
+
+
+# --- a new sandbox -------------------------------------------------------------------------------------------------
+
+
+def enter_sandbox(report: int, plan: Plan, profile: bytes, sync: int, init: int) -> None:
+    """Become PID 1 of a new sandbox. Born in all its namespaces but the cgroup one; the parent sends root and /dev over `sync`."""
+    global step
+    report, sync, init = keep([report, sync, init])
+    step = "wait for the root file system"
+    channel = socket.socket(fileno=sync)
+    data, received, _, _ = socket.recv_fds(channel, 16, 2)
+    channel.close()
+    if data != b"go":
+        os._exit(126)  # the spawner gave up or died
+    root, dev = received
+    step = "become root inside"
+    os.setgroups([])
+    os.setresgid(0, 0, 0)
+    os.setresuid(0, 0, 0)
+    os.setsid()
+    os.umask(0o022)
+    syscalls.unshare(abi.CLONE_NEWCGROUP)
+    step = "mount"
+    syscalls.mount(None, b"/", None, abi.MS_REC | abi.MS_PRIVATE)
+    syscalls.move_mount(root, b"", abi.AT_FDCWD, plan["staging"], abi.MOVE_MOUNT_F_EMPTY_PATH)
+    os.close(root)
+    root = os.open(plan["staging"], os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    proc = new_mount(b"proc", {}, ATTRS_QUIET)
+    attach(proc, root, b"proc")
+    attach(dev, root, b"dev")
+    attach(new_mount(b"devpts", {"newinstance": None, "ptmxmode": b"0666", "mode": b"0620", "gid": b"5"}, abi.MOUNT_ATTR_NOSUID
+                     | abi.MOUNT_ATTR_NOEXEC), root, b"dev/pts")
+    attach(new_mount(b"tmpfs", {"size": plan["shm_size"], "nr_inodes": b"4096", "mode": b"1777"}, ATTRS_QUIET), root, b"dev/shm")
+    step = "mask"
+    mask(root, dev, plan["masked"], plan["read_only"])
+    step = "network"
+    netlink.loopback_up()
+    syscalls.sethostname(plan["hostname"])
+    step = "pivot"
+    os.fchdir(root)
+    syscalls.pivot_root(b".", b".")
+    syscalls.umount2(b".", abi.MNT_DETACH)
+    os.chdir(b"/")
+    for fd in (root, proc, dev):
+        os.close(fd)
+    for _ in range(3):
+        os.open(b"/dev/null", os.O_RDWR)  # 0, 1, 2: the lowest free ones
+        os.set_inheritable(_, True)
+    capabilities.drop_bounding(plan["capabilities"])
+    restrict(plan, profile)
+    step = "exec"
+    os.write(report, b"ok")
+    syscalls.execveat(init, b"", [b"init"], [], abi.AT_EMPTY_PATH)
+
+
+def new_mount(kind: bytes, options: dict[str, bytes | None], attrs: int) -> int:
+    """A detached mount of a new file system of `kind`."""
+    context = syscalls.fsopen(kind)
+    try:
+        for key, value in options.items():
+            if value is None:
+                syscalls.fsconfig_set_flag(context, key)
+            else:
+                syscalls.fsconfig_set_string(context, key, value)
+        syscalls.fsconfig_create(context)
+        return syscalls.fsmount(context, attrs)
+    finally:
+        os.close(context)
+
+
+def attach(mount: int, root: int, where: bytes) -> None:
+    """Attach at `where` beneath `root`. An image that has no such directory gets one; one where it is a link is refused."""
+    flags, resolve = os.O_PATH | os.O_DIRECTORY, abi.RESOLVE_IN_ROOT | abi.RESOLVE_NO_SYMLINKS | abi.RESOLVE_NO_MAGICLINKS
+    try:
+        target = syscalls.openat2(root, where, flags, 0, resolve)
+    except OSError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        os.mkdir(where, 0o755, dir_fd=root)
+        target = syscalls.openat2(root, where, flags, 0, resolve)
+    try:
+        syscalls.move_mount(mount, b"", target, b"", abi.MOVE_MOUNT_F_EMPTY_PATH | abi.MOVE_MOUNT_T_EMPTY_PATH)
+    finally:
+        os.close(target)
+
+
+def mask(root: int, dev: int, masked: list[bytes], read_only: list[bytes]) -> None:
+    """Cover files with /dev/null, and make directories read-only by a mount of themselves. What a kernel has not is skipped."""
+    for path in masked:
+        try:
+            target = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root)
+        except FileNotFoundError:
+            continue
+        if stat.S_ISDIR(os.fstat(target).st_mode):
+            cover = new_mount(b"tmpfs", {"size": b"0", "nr_inodes": b"1", "mode": b"555"}, ATTRS_QUIET | abi.MOUNT_ATTR_RDONLY)
+        else:
+            cover = syscalls.open_tree(dev, b"null", abi.OPEN_TREE_CLONE)
+        syscalls.move_mount(cover, b"", target, b"", abi.MOVE_MOUNT_F_EMPTY_PATH | abi.MOVE_MOUNT_T_EMPTY_PATH)
+        os.close(cover)
+        os.close(target)
+    for path in read_only:
+        try:
+            clone = syscalls.open_tree(root, path, abi.OPEN_TREE_CLONE)
+        except FileNotFoundError:
+            continue
+        syscalls.mount_setattr(clone, b"", abi.AT_EMPTY_PATH, set=abi.MOUNT_ATTR_RDONLY)
+        syscalls.move_mount(clone, b"", root, path, abi.MOVE_MOUNT_F_EMPTY_PATH)
+        os.close(clone)
+
+
+# --- a command in a sandbox ----------------------------------------------------------------------------------------
+
+
+def enter_command(report: int, plan: Plan, profile: bytes, sandbox: int, stdio: list[int], passed: list[bool]) -> None:
+    """Become the command. `sandbox` is a pidfd of its PID 1; `passed[i]` says whether descriptor i of the command was given in `stdio`."""
+    global step
+    report, sandbox, *given = keep([report, sandbox, *stdio])
+    step = "join the cgroups"
+    write_file(b"/proc/self/oom_score_adj", b"500")
+    join_cgroups(plan["join"])
+    step = "join the sandbox"
+    syscalls.setns(sandbox, JOINED_NAMESPACES)
+    os.close(sandbox)
+    os.setsid()
+    os.umask(0o022)
+    step = "find the user"
+    user = find_user(plan["user"])
+    step = "descriptors"
+    terminal = -1
+    if plan["pty"]:
+        terminal, slave = open_terminal(*plan["pty"])
+        numbered = [slave, slave, slave]
+    else:
+        queue = iter(given)
+        numbered = [next(queue) if was_passed else os.open(b"/dev/null", os.O_RDWR | os.O_CLOEXEC) for was_passed in passed]
+    # Upwards first, so that no target overwrites a source that is still needed.
+    floor = FIRST_KEPT + len(given) + len(numbered) + 8
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, floor) for fd in numbered]
+    report = fcntl.fcntl(report, fcntl.F_DUPFD_CLOEXEC, floor)
+    if terminal >= 0:
+        terminal = fcntl.fcntl(terminal, fcntl.F_DUPFD_CLOEXEC, floor)
+    os.closerange(FIRST_KEPT, floor)
+    for number, fd in enumerate(high):
+        os.dup2(fd, number, inheritable=True)
+        os.close(fd)
+    if terminal >= 0:
+        tty_control(0)
+        if user[0]:
+            os.fchown(0, user[0], -1)  # so that the user may open /dev/pts/N by name
+    step = "become the user"
+    capabilities.drop_bounding(plan["capabilities"])
+    os.setgroups(user[2])
+    os.setresgid(user[1], user[1], user[1])
+    os.setresuid(user[0], user[0], user[0])
+    step = "change to the working directory"
+    try:
+        os.chdir(plan["cwd"])
+    except OSError as error:
+        raise StartError(error.errno, f"cannot change to the working directory {plan['cwd']!r}: {error.strerror}") from None
+    environment = dict(plan["env"])
+    for name, value in ((b"HOME", user[3]), (b"USER", user[4]), (b"LOGNAME", user[4]), (b"PATH", PATH_DEFAULT)):
+        environment.setdefault(name, value)
+    if terminal >= 0:
+        environment.setdefault(b"TERM", b"xterm-256color")
+    restrict(plan, profile)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)  # Python ignores them, and exec would pass that on
+    step = "exec"
+    if terminal >= 0:
+        channel = socket.socket(fileno=report)
+        socket.send_fds(channel, [b"ok"], [terminal])
+        report = channel.detach()
+        os.close(terminal)
+    else:
+        os.write(report, b"ok")
+    exec_program(plan["argv"], environment)
+
+
+def exec_program(argv: list[bytes], environment: dict[bytes, bytes]) -> NoReturn:
+    """execvp(3) with the command's own PATH. Raises StartError."""
+    program = argv[0]
+    if b"/" in program:
+        candidates = [program]
+    else:
+        candidates = [(part or b".") + b"/" + program for part in environment[b"PATH"].split(b":")]
+    code = errno.ENOENT
+    for candidate in candidates:
+        try:
+            os.execve(candidate, argv, environment)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                continue
+            code = error.errno or code
+            if error.errno != errno.EACCES:  # as execvp: a file that may not be executed does not end the search
+                break
+    raise StartError(code, f"cannot execute {program!r}: {os.strerror(code)}")
+
+
+def open_terminal(rows: int, cols: int) -> tuple[int, int]:
+    """A terminal of the sandbox's own devpts: (controlling side, other side)."""
+    from opendsec.kernel import tty
+
+    master = os.open(b"/dev/ptmx", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISCHR(os.fstat(master).st_mode) or syscalls.fstatfs_type(master) != abi.DEVPTS_SUPER_MAGIC:
+        raise StartError(errno.ENOTTY, "the sandbox's /dev/ptmx is no terminal multiplexer")
+    tty.unlock(master)
+    slave = tty.peer(master)
+    tty.set_size(master, rows, cols)
+    return master, slave
+
+
+def tty_control(fd: int) -> None:
+    from opendsec.kernel import tty
+
+    tty.make_controlling(fd)
+
+
+# --- users, as the sandbox's own files name them -------------------------------------------------------------------
+
+
+def read_hostile(path: bytes) -> list[bytes]:
+    """The lines of a small regular file, or none. The file may be anything: a link, a FIFO, huge, endless."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return []
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return []
+        data = b""
+        while len(data) < MAX_PASSWD_BYTES and (chunk := os.read(fd, 65_536)):
+            data += chunk
+        return data.split(b"\n")
+    except OSError:
+        return []
+    finally:
+        os.close(fd)
+
+
+def find_user(wanted: bytes) -> tuple[int, int, list[int], bytes, bytes]:
+    """`name`, `number`, `name:group`, … → (uid, gid, further groups, home, name). Raises StartError if a name is unknown."""
+    name, _, group = wanted.partition(b":")
+    rows = [row for line in read_hostile(b"/etc/passwd") if len(row := line.split(b":")) >= 6 and is_id(row[2]) and is_id(row[3])]
+    numeric = is_id(name)
+    found = next((row for row in rows if (int(row[2]) == int(name) if numeric else row[0] == name)), None)
+    if found:
+        uid, gid, home, login = int(found[2]), int(found[3]), found[5] or b"/", found[0]
+    elif numeric:
+        uid, gid, home, login = int(name), 0, b"/", name
+    elif name == b"root":
+        uid, gid, home, login = 0, 0, b"/root", b"root"  # an image without a passwd file still has root
+    else:
+        raise StartError(errno.ENOENT, f"no user {name.decode('utf-8', 'replace')!r} in the sandbox's /etc/passwd")
+    groups = [row for line in read_hostile(b"/etc/group") if len(row := line.split(b":")) >= 4 and is_id(row[2])]
+    if group:
+        if is_id(group):
+            return uid, int(group), [], home, login
+        match = next((row for row in groups if row[0] == group), None)
+        if match is None:
+            raise StartError(errno.ENOENT, f"no group {group.decode('utf-8', 'replace')!r} in the sandbox's /etc/group")
+        return uid, int(match[2]), [], home, login
+    further = [int(row[2]) for row in groups if login in row[3].split(b",")][:64] if found else []
+    return uid, gid, further, home, login
+
+
+def is_id(text: bytes) -> bool:
+    return text.isdigit() and len(text) <= 5 and int(text) <= 65_534
+
+

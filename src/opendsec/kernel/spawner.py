@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fork server: a small single-threaded process that makes sandboxes and starts commands in them.
+
+    python -SI -c 'import sys; sys.path.insert(0, SRC); from opendsec.kernel.spawner import main; main(FD)'
+
+Why a process apart. Forking a daemon with threads and an event loop is slow (its page tables are copied) and unsafe (locks held by
+threads that the child does not have). This process has neither, and its imports are a tested budget.
+
+Messages are single datagrams on a SOCK_SEQPACKET socket, marshalled dicts with descriptors beside them. The peer is the edge alone
+(a socketpair, no address), and both run the same interpreter, so `marshal` is safe, needs no import and carries bytes as they are.
+A plan too large for a datagram comes as a memfd, announced by {"memfd": True}.
+
+    edge → spawner   {"id": N, "op": "layer"|"unlayer"|"profile"|"create"|"exec"|"ping", …}
+    spawner → edge   {"id": N, "ok": True, …} or {"id": N, "error": (step, errno, text)}
+                     {"exit": pid, "status": wait status, "cpu_us": N, "max_rss_kib": N}     after the ok of an exec, exactly once
+
+`create` answers when PID 1 has been executed, `exec` when the command has; neither blocks the loop in between, so the children's
+halves overlap. Whatever is wrong with a plan comes back as an error; nothing a plan says can end this process. When the edge goes
+away (end of file) the spawner ends; sandboxes that are complete live on, half-made ones see their channel close and end.
+"""
+
+from __future__ import annotations
+
+import errno
+import marshal
+import os
+import select
+import signal
+import socket
+
+from opendsec.kernel import abi, enter, mounts, syscalls
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    Message = dict[str, Any]
+
+MAX_DATAGRAM = 128 << 10
+MAX_PLAN_BYTES = 64 << 20
+MAX_FDS = 16
+
+
+class Child:
+    """A forked child until it is reaped. `waiting` holds its exit until its start has been reported."""
+
+    __slots__ = ("exited", "is_command", "pid", "pidfd", "report", "request", "started", "terminal")
+
+    def __init__(self, request: int, pid: int, pidfd: int, report: socket.socket, is_command: bool) -> None:
+        self.request, self.pid, self.pidfd, self.report, self.is_command = request, pid, pidfd, report, is_command
+        self.started = False
+        self.exited: Message | None = None
+        self.terminal: int | None = None
+
+
+class Spawner:
+    def __init__(self, control: socket.socket) -> None:
+        self.control = control
+        self.layers: dict[bytes, int] = {}  # digest → detached mount
+        self.profiles: dict[bytes, bytes] = {}  # name → seccomp program
+        self.children: dict[int, Child] = {}
+        self.reports: dict[int, Child] = {}
+        self.dev = -1  # the shared, read-only /dev
+        self.init = -1  # our PID 1
+        self.own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        self.poll = select.epoll()
+        self.poll.register(control, select.EPOLLIN)
+        # SIGCHLD only has to wake the poll; its handler must exist for the wake-up descriptor to be written.
+        wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        self.wake = wake_read
+        self.poll.register(wake_read, select.EPOLLIN)
+
+    def serve(self) -> None:
+        """Until the edge goes away."""
+        while True:
+            for fd, _events in self.poll.poll():
+                if fd == self.control.fileno():
+                    if not self.receive():
+                        return
+                elif fd == self.wake:
+                    os.read(self.wake, 4096)
+                    self.reap()
+                elif fd in self.reports:
+                    self.hear(self.reports[fd])
+
+    # --- requests --------------------------------------------------------------------------------------------------
+
+    def receive(self) -> bool:
+        """One request; False at end of file."""
+        try:
+            data, fds, flags, _ = socket.recv_fds(self.control, MAX_DATAGRAM + 1, MAX_FDS)
+        except ConnectionError:
+            return False
+        if not data:
+            return False
+        request = -1
+        try:
+            message = read_message(data, fds, flags)
+            request = message["id"]
+            operation = getattr(self, "do_" + message["op"])
+            operation(request, message, fds)
+        except OSError as error:
+            name = f": {os.fsdecode(error.filename)}" if isinstance(error.filename, str | bytes) else ""
+            self.send({"id": request, "error": ("plan", error.errno or 0, f"{error.strerror}{name}")})
+        except Exception as error:  # a malformed plan, whatever its kind, must not end the spawner
+            self.send({"id": request, "error": ("plan", errno.EINVAL, f"malformed plan: {type(error).__name__}: {error}")})
+        finally:
+            for fd in fds:
+                os.close(fd)
+        return True
+
+    def do_ping(self, request: int, message: Message, fds: list[int]) -> None:
+        self.send({"id": request, "ok": True})
+
+    def do_setup(self, request: int, message: Message, fds: list[int]) -> None:
+        """Once at start: the descriptor of PID 1's program comes along; the /dev that all sandboxes share is made here."""
+        self.init = os.dup(fds[0])
+        self.dev = make_dev()
+        self.send({"id": request, "ok": True})
+
+    def do_profile(self, request: int, message: Message, fds: list[int]) -> None:
+        self.profiles[message["name"]] = message["program"]
+        self.send({"id": request, "ok": True})
+
+    def do_layer(self, request: int, message: Message, fds: list[int]) -> None:
+        digest: bytes = message["digest"]
+        if digest not in self.layers:
+            self.layers[digest] = mounts.mount_erofs(message["meta"], message["data"])
+        self.send({"id": request, "ok": True})
+
+    def do_unlayer(self, request: int, message: Message, fds: list[int]) -> None:
+        """Let go of a layer; the last sandbox that uses it unmounts it."""
+        mount = self.layers.pop(message["digest"], None)
+        if mount is not None:
+            os.close(mount)
+        self.send({"id": request, "ok": True})
+
+    def do_create(self, request: int, plan: Message, fds: list[int]) -> None:
+        layers = [self.layers[digest] for digest in plan["layers"]]
+        profile = self.profiles[plan["profile"]]
+        make_cgroups(plan["cgroups"])
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        child = -1
+        try:
+            child = self.fork(
+                request, enter.SANDBOX_NAMESPACES, plan, enter.enter_sandbox, plan, profile, theirs.fileno(), self.init, is_command=False
+            )
+            theirs.close()
+            base = b"0 %d 65536" % plan["uid_base"]
+            for name in ("uid_map", "gid_map"):
+                enter.write_file(b"/proc/%d/%s" % (child, name.encode()), base)
+            enter.write_file(b"/proc/%d/oom_score_adj" % child, b"500")
+            for path in plan["join"]:
+                enter.write_file(path, b"%d" % child)
+            root = dev = -1
+            try:
+                root = make_root(child, layers, plan)
+                dev = syscalls.open_tree(self.dev, b"", abi.OPEN_TREE_CLONE | abi.AT_EMPTY_PATH)
+                socket.send_fds(ours, [b"go"], [root, dev])
+            finally:
+                close_all(root, dev)
+        except BaseException:
+            if child > 0:
+                self.children[child].request = -1  # the error of the parent's half is the answer; the child's is not heard
+                os.kill(child, signal.SIGKILL)
+            raise
+        finally:
+            ours.close()
+            theirs.close()
+
+    def do_exec(self, request: int, plan: Message, fds: list[int]) -> None:
+        """`fds`: a pidfd of the sandbox's PID 1, then those descriptors of the command that `plan["given"]` marks."""
+        profile = self.profiles[plan["profile"]]
+        make_cgroups(plan["cgroups"])
+        # The pid namespace of children is a property of the parent: set it for this one fork, then set it back.
+        syscalls.setns(fds[0], abi.CLONE_NEWPID)
+        try:
+            self.fork(request, 0, plan, enter.enter_command, plan, profile, fds[0], fds[1:], plan["given"], is_command=True)
+        finally:
+            syscalls.setns(self.own_pid_namespace, abi.CLONE_NEWPID)
+
+    def fork(self, request: int, flags: int, plan: Message, body: Any, *args: Any, is_command: bool) -> int:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        cgroup = os.open(plan["cgroup_dir"], os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) if plan["cgroup_dir"] else None
+        try:
+            pid, pidfd = syscalls.clone3(flags, cgroup_fd=cgroup, want_pidfd=True)
+            if pid == 0:
+                enter.run_child(theirs.fileno(), body, *args)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            if cgroup is not None:
+                os.close(cgroup)
+        child = Child(request, pid, pidfd, ours, is_command)
+        self.children[pid] = self.reports[ours.fileno()] = child
+        self.poll.register(ours, select.EPOLLIN)
+        return pid
+
+    # --- what children say -----------------------------------------------------------------------------------------
+
+    def hear(self, child: Child) -> None:
+        """A report, or its end: the child has been executed, has failed, or was killed on the way."""
+        try:
+            data, fds, _, _ = socket.recv_fds(child.report, 4096, 1)
+        except ConnectionError:
+            data, fds = b"", []
+        if data == b"ok":
+            child.started = True
+            child.terminal = fds[0] if fds else None
+            return  # exec itself may still fail: the answer is given at end of file
+        self.forget_report(child)
+        if data:
+            self.answer(child, {"id": child.request, "error": marshal.loads(data)})
+        elif child.started:
+            answer: Message = {"id": child.request, "ok": True, "pid": child.pid}
+            self.answer(child, answer, child.pidfd, *([] if child.terminal is None else [child.terminal]))
+        else:
+            self.answer(child, {"id": child.request, "error": ("start", 0, "killed before it could start")})
+        close_all(child.pidfd, -1 if child.terminal is None else child.terminal)
+        child.pidfd = -1
+        child.terminal = None
+        child.is_command = child.is_command and child.started and not data
+        self.finish(child)
+
+    def answer(self, child: Child, message: Message, *fds: int) -> None:
+        if child.request >= 0:
+            self.send(message, *fds)
+
+    def forget_report(self, child: Child) -> None:
+        self.poll.unregister(child.report)
+        del self.reports[child.report.fileno()]
+        child.report.close()
+
+    def reap(self) -> None:
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            child = self.children.get(pid)
+            if child is None:
+                continue
+            cpu_us = round((usage.ru_utime + usage.ru_stime) * 1e6)
+            child.exited = {"exit": pid, "status": status, "cpu_us": cpu_us, "max_rss_kib": usage.ru_maxrss}
+            if child.report.fileno() >= 0:
+                # Its report is complete, since it is dead: hear it now, so that "started" comes before "ended".
+                while child.report.fileno() >= 0:
+                    self.hear(child)
+            else:
+                self.finish(child)
+
+    def finish(self, child: Child) -> None:
+        """Once both the start was answered and the child was reaped."""
+        if child.exited is not None and child.report.fileno() < 0 and self.children.pop(child.pid, None) and child.is_command:
+            self.send(child.exited)
+
+    def send(self, message: Message, *fds: int) -> None:
+        try:
+            socket.send_fds(self.control, [marshal.dumps(message)], fds)
+        except ConnectionError:
+            pass  # the edge is gone; the next receive says so
+
+
+def read_message(data: bytes, fds: list[int], flags: int) -> Message:
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        raise ValueError("a datagram that is too large")
+    message = marshal.loads(data)
+    if isinstance(message, dict) and message.get("memfd"):
+        fd = fds.pop(0)
+        try:
+            size = os.fstat(fd).st_size
+            if size > MAX_PLAN_BYTES:
+                raise ValueError(f"a plan of {size} bytes")
+            message = marshal.loads(os.pread(fd, size, 0))
+        finally:
+            os.close(fd)
+    if not isinstance(message, dict) or not isinstance(message.get("id"), int) or not isinstance(message.get("op"), str):
+        raise ValueError("no request")
+    return message
+
+
+def make_cgroups(groups: list[tuple[bytes, list[tuple[bytes, bytes]]]]) -> None:
+    """Each directory, then its settings in order. What was made before a failure is cleared away by the edge."""
+    for path, settings in groups:
+        os.mkdir(path, 0o755)
+        for name, value in settings:
+            enter.write_file(path + b"/" + name, value)
+
+
+def make_root(child: int, layers: list[int], plan: Message) -> int:
+    """The root file system, detached: id-mapped clones of the layers below, the scratch on top."""
+    namespace = os.open(b"/proc/%d/ns/user" % child, os.O_RDONLY | os.O_CLOEXEC)
+    lower: list[int] = []
+    try:
+        for mount in layers:
+            lower.append(mounts.idmapped_clone(mount, namespace))
+        upper, work = plan["upper"], plan["work"]
+        return mounts.overlay(lower, upper, work, attrs=abi.MOUNT_ATTR_NOSUID | abi.MOUNT_ATTR_NODEV)
+    finally:
+        close_all(namespace, *lower)
+
+
+DEVICES = ((b"null", 1, 3), (b"zero", 1, 5), (b"full", 1, 7), (b"random", 1, 8), (b"urandom", 1, 9), (b"tty", 5, 0))
+LINKS = (
+    (b"fd", b"/proc/self/fd"),
+    (b"stdin", b"/proc/self/fd/0"),
+    (b"stdout", b"/proc/self/fd/1"),
+    (b"stderr", b"/proc/self/fd/2"),
+    (b"ptmx", b"pts/ptmx"),
+)
+
+
+def make_dev() -> int:
+    """A /dev for all sandboxes: a detached tmpfs whose nodes only the host's root could make, read-only from then on."""
+    dev = mounts.tmpfs(size_bytes=1 << 16, inodes=64, mode=0o755, attrs=abi.MOUNT_ATTR_NOSUID | abi.MOUNT_ATTR_NOEXEC)
+    try:
+        mask = os.umask(0)
+        for name, major, minor in DEVICES:
+            os.mknod(name, 0o666 | 0o020000, os.makedev(major, minor), dir_fd=dev)
+        os.umask(mask)
+        for name, target in LINKS:
+            os.symlink(target, name, dir_fd=dev)
+        for name in (b"pts", b"shm"):
+            os.mkdir(name, 0o755, dir_fd=dev)
+        syscalls.mount_setattr(dev, b"", abi.AT_EMPTY_PATH, set=abi.MOUNT_ATTR_RDONLY)
+    except BaseException:
+        os.close(dev)
+        raise
+    return dev
+
+
+def close_all(*fds: int) -> None:
+    for fd in fds:
+        if fd >= 0:
+            os.close(fd)
+
+
+def main(control_fd: int) -> None:
+    import gc
+
+    syscalls.prctl(abi.PR_SET_DUMPABLE, 0)  # children inherit it: see enter.py
+    syscalls.prctl(abi.PR_SET_NAME, b"dsec-spawner")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the edge's to handle
+    gc.disable()
+    gc.freeze()  # a collection in a child would touch, and so copy, every page
+    control = socket.socket(fileno=control_fd)
+    Spawner(control).serve()
