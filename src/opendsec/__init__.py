@@ -22,12 +22,11 @@ Import this package for everything a program needs: `Client`, the spec of a sand
 #     testing   contract suites and fakes: may import all, nothing imports it
 #
 # The names below are loaded on first use: the spawner and the edge import `opendsec.kernel` and must not pay for httpx.
+# The spawner would even pay for typing and importlib (a third of its start-up time), so they are not imported here.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from opendsec.api.errors import (
         CallerError,
@@ -105,6 +104,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    from importlib import import_module
+
     if name == "sync":
         value: object = import_module("opendsec.client.sync")
     elif name in _HOMES:
