@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -26,14 +25,7 @@ from opendsec.api.files import FileInfo, WatchEvent
 from opendsec.api.images import ImageConfig
 from opendsec.api.sandboxes import Capability, Usage
 from opendsec.api.spec import Limits
-
-
-class LayerRef(msgspec.Struct, frozen=True):
-    """A layer as stored: an EROFS metadata file and the data file it points into."""
-
-    digest: str  # sha256:<64 hex digits>
-    meta: Path
-    data: Path
+from opendsec.images.layers import LayerRef as LayerRef
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stored layer: what lies in its directory and what its record says.
+
+    layers/sha256-<hex>/
+        layer.json     the record below, in the envelope of `records`
+        meta.erofs     EROFS metadata: the whole tree, no file content
+        data.blob      the content of all files, in chunks of 4 KiB, equal ones once
+
+The digest addresses the *tree* (see `tree`), not these two files: another mkfs.erofs may lay the same tree out differently. The
+checksums bind the pair, since one metadata file is worthless with another's data file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from opendsec.api.images import LayerKind
+
+MAGIC, VERSION = "opendsec-layer", 1
+RECORD, META, DATA = "layer.json", "meta.erofs", "data.blob"
+
+
+class LayerRef(msgspec.Struct, frozen=True):
+    """A layer as stored: an EROFS metadata file and the data file it points into."""
+
+    digest: str  # sha256:<64 hex digits>
+    meta: Path
+    data: Path
+
+
+class LayerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """`layer.json`."""
+
+    digest: str
+    kind: LayerKind
+    meta_bytes: int
+    data_bytes: int
+    meta_sha256: str  # hex digits
+    data_sha256: str
+    created_at: float  # unix seconds
+
+
+class Missing(Exception):
+    """A layer's file is not there, or not of the size its record says; the message says which."""
+
+
+class DataSource(Protocol):
+    """Where the data file of a layer comes from.
+
+    The metadata file is always local; the data file is whatever a mount's `device=` may name: it may be sparse and filled when first
+    read. The store asks once for each use of a layer, from any thread, before the layer is mounted.
+    """
+
+    def data_file(self, directory: Path, record: LayerRecord) -> Path:
+        """A local file of `record.data_bytes` bytes that serves the layer's data as long as the layer may be mounted. Raises Missing."""
+
+
+class LocalData:
+    """The data file lies, complete, beside the metadata file."""
+
+    def data_file(self, directory: Path, record: LayerRecord) -> Path:
+        return present(directory / DATA, record.data_bytes)
+
+
+def present(path: Path, size_bytes: int) -> Path:
+    """`path` if it is a file of that size. Raises Missing."""
+    try:
+        found = path.stat().st_size
+    except FileNotFoundError:
+        raise Missing(f"{path.name} is missing") from None
+    if found != size_bytes:
+        raise Missing(f"{path.name} has {found} bytes instead of {size_bytes}")
+    return path
+
+
+def directory_name(digest: str) -> str:
+    return digest.replace(":", "-", 1)
+
+
+def digest_of(directory: Path) -> str:
+    return directory.name.replace("-", ":", 1)
