@@ -529,9 +529,8 @@ class Group:
                 events.oom_kills, events.memory_max_hits = fields.get("oom_kill", 0), fields.get("max", 0)
             else:
                 events.oom_kills = parse_flat(procfs.read(f"{path}/memory.oom_control")).get("oom_kill", 0)
-                # With swap forbidden both counters have one limit, and either may be the one that refuses.
-                refused = (_read_int(f"{path}/{name}.failcnt") or 0 for name in ("memory", "memory.memsw"))
-                events.memory_max_hits = sum(refused)
+                # With swap forbidden, memory+swap refuses first and counts nothing; but no OOM kill comes without a refusal.
+                events.memory_max_hits = max(_read_int(f"{path}/memory.failcnt") or 0, events.oom_kills)
         if "pids" in self._homes:
             events.pids_max_hits = parse_flat(procfs.read(f"{self._homes['pids'][1]}/pids.events")).get("max", 0)
         if "cpu" in self._homes:
