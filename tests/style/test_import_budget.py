@@ -9,30 +9,30 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 from tests.support import SRC
 
 PROGRAM = f"import sys; sys.path.insert(0, {str(SRC.parent)!r}); import {{}}; print(*sys.modules)"
-SPAWNER = SRC / "kernel" / "spawner.py"
 
 # What the spawner may load beyond a bare interpreter; the project's own modules are those of kernel/ alone.
+# socket and signal bring enum, and enum the rest of the first lines; typing, re, contextlib, importlib and asyncio stay out.
 STANDARD_LIBRARY = {
-    "__future__",
-    "_ctypes",
-    "_socket",
-    "_struct",
-    "array",
-    "ctypes",
-    "ctypes._endian",
-    "errno",
-    "fcntl",
-    "math",
-    "resource",
-    "select",
-    "signal",
-    "socket",
-    "struct",
+    *("__future__", "_collections", "_collections_abc", "_functools", "_operator", "_stat", "collections", "collections.abc", "enum"),
+    *(
+        "functools",
+        "genericpath",
+        "itertools",
+        "keyword",
+        "operator",
+        "os",
+        "os.path",
+        "posixpath",
+        "reprlib",
+        "selectors",
+        "stat",
+        "types",
+    ),
+    *("_ctypes", "_socket", "_struct", "array", "ctypes", "ctypes._endian", "errno", "fcntl", "marshal", "math", "resource", "select"),
+    *("signal", "socket", "struct"),
 }
 
 
@@ -41,9 +41,8 @@ def loaded(module: str) -> set[str]:
     return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
 
 
-@pytest.mark.parametrize("module", ["opendsec.kernel.spawner"] if SPAWNER.exists() else ["opendsec.kernel.syscalls"])
-def test_what_the_spawner_loads(module: str) -> None:
-    new = loaded(module) - loaded("sys")
+def test_what_the_spawner_loads() -> None:
+    new = loaded("opendsec.kernel.spawner") - loaded("sys")
     own = {name for name in new if name.split(".")[0] == "opendsec"}
     assert {name for name in own if not name.startswith("opendsec.kernel")} <= {"opendsec"}
     assert sorted(new - own - STANDARD_LIBRARY) == []
