@@ -27,16 +27,16 @@ import signal
 import socket
 import stat
 
-from opendsec.kernel import abi, capabilities, netlink, syscalls
+from opendsec.kernel import abi, capabilities, cgroups, mounts, netlink, procfs, syscalls, tty
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from typing import Any, NoReturn
 
     Plan = dict[str, Any]
 
 FIRST_KEPT = 3
-ATTRS_QUIET = abi.MOUNT_ATTR_NOSUID | abi.MOUNT_ATTR_NODEV | abi.MOUNT_ATTR_NOEXEC
 SANDBOX_NAMESPACES = (
     abi.CLONE_NEWUSER | abi.CLONE_NEWNS | abi.CLONE_NEWPID | abi.CLONE_NEWIPC | abi.CLONE_NEWUTS | abi.CLONE_NEWNET
 )  # the cgroup namespace is unshared later, once the child is in its cgroups: its root is where it stands then
@@ -85,21 +85,6 @@ def keep(wanted: list[int]) -> list[int]:
     return list(range(FIRST_KEPT, floor))
 
 
-def join_cgroups(procs_files: list[bytes]) -> None:
-    for path in procs_files:
-        write_file(path, b"0")
-
-
-def write_file(path: bytes, data: bytes) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        os.write(fd, data)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, path) from None
-    finally:
-        os.close(fd)
-
-
 def restrict(plan: Plan, profile: bytes) -> None:
     """Limits, capabilities, no new privileges, and last the system call filter."""
     global step
@@ -136,12 +121,11 @@ def enter_sandbox(report: int, plan: Plan, profile: bytes, sync: int, init: int)
     syscalls.move_mount(root, b"", abi.AT_FDCWD, plan["staging"], abi.MOVE_MOUNT_F_EMPTY_PATH)
     os.close(root)
     root = os.open(plan["staging"], os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    proc = new_mount(b"proc", {}, ATTRS_QUIET)
+    proc = mounts.proc()
     attach(proc, root, b"proc")
     attach(dev, root, b"dev")
-    attach(new_mount(b"devpts", {"newinstance": None, "ptmxmode": b"0666", "mode": b"0620", "gid": b"5"}, abi.MOUNT_ATTR_NOSUID
-                     | abi.MOUNT_ATTR_NOEXEC), root, b"dev/pts")
-    attach(new_mount(b"tmpfs", {"size": plan["shm_size"], "nr_inodes": b"4096", "mode": b"1777"}, ATTRS_QUIET), root, b"dev/shm")
+    attach(mounts.devpts(), root, b"dev/pts")
+    attach(mounts.tmpfs(plan["shm_size"], 4096, 0o1777, attrs=mounts.QUIET), root, b"dev/shm")
     step = "mask"
     mask(root, dev, plan["masked"], plan["read_only"])
     step = "network"
@@ -154,29 +138,14 @@ def enter_sandbox(report: int, plan: Plan, profile: bytes, sync: int, init: int)
     os.chdir(b"/")
     for fd in (root, proc, dev):
         os.close(fd)
-    for _ in range(3):
-        os.open(b"/dev/null", os.O_RDWR)  # 0, 1, 2: the lowest free ones
-        os.set_inheritable(_, True)
+    null = os.open(b"/dev/null", os.O_RDWR | os.O_CLOEXEC)
+    for number in range(3):
+        os.dup2(null, number)
     capabilities.drop_bounding(plan["capabilities"])
     restrict(plan, profile)
     step = "exec"
     os.write(report, b"ok")
     syscalls.execveat(init, b"", [b"init"], [], abi.AT_EMPTY_PATH)
-
-
-def new_mount(kind: bytes, options: dict[str, bytes | None], attrs: int) -> int:
-    """A detached mount of a new file system of `kind`."""
-    context = syscalls.fsopen(kind)
-    try:
-        for key, value in options.items():
-            if value is None:
-                syscalls.fsconfig_set_flag(context, key)
-            else:
-                syscalls.fsconfig_set_string(context, key, value)
-        syscalls.fsconfig_create(context)
-        return syscalls.fsmount(context, attrs)
-    finally:
-        os.close(context)
 
 
 def attach(mount: int, root: int, where: bytes) -> None:
@@ -190,7 +159,7 @@ def attach(mount: int, root: int, where: bytes) -> None:
         os.mkdir(where, 0o755, dir_fd=root)
         target = syscalls.openat2(root, where, flags, 0, resolve)
     try:
-        syscalls.move_mount(mount, b"", target, b"", abi.MOVE_MOUNT_F_EMPTY_PATH | abi.MOVE_MOUNT_T_EMPTY_PATH)
+        mounts.attach(mount, target)
     finally:
         os.close(target)
 
@@ -203,19 +172,19 @@ def mask(root: int, dev: int, masked: list[bytes], read_only: list[bytes]) -> No
         except FileNotFoundError:
             continue
         if stat.S_ISDIR(os.fstat(target).st_mode):
-            cover = new_mount(b"tmpfs", {"size": b"0", "nr_inodes": b"1", "mode": b"555"}, ATTRS_QUIET | abi.MOUNT_ATTR_RDONLY)
+            cover = mounts.tmpfs(4096, 1, 0o555, attrs=mounts.QUIET | abi.MOUNT_ATTR_RDONLY)
         else:
-            cover = syscalls.open_tree(dev, b"null", abi.OPEN_TREE_CLONE)
-        syscalls.move_mount(cover, b"", target, b"", abi.MOVE_MOUNT_F_EMPTY_PATH | abi.MOVE_MOUNT_T_EMPTY_PATH)
+            cover = mounts.clone(dev, b"null")
+        mounts.attach(cover, target)
         os.close(cover)
         os.close(target)
     for path in read_only:
         try:
-            clone = syscalls.open_tree(root, path, abi.OPEN_TREE_CLONE)
+            clone = mounts.clone(root, path)
         except FileNotFoundError:
             continue
         syscalls.mount_setattr(clone, b"", abi.AT_EMPTY_PATH, set=abi.MOUNT_ATTR_RDONLY)
-        syscalls.move_mount(clone, b"", root, path, abi.MOVE_MOUNT_F_EMPTY_PATH)
+        mounts.attach(clone, root, path)
         os.close(clone)
 
 
@@ -227,8 +196,8 @@ def enter_command(report: int, plan: Plan, profile: bytes, sandbox: int, stdio: 
     global step
     report, sandbox, *given = keep([report, sandbox, *stdio])
     step = "join the cgroups"
-    write_file(b"/proc/self/oom_score_adj", b"500")
-    join_cgroups(plan["join"])
+    procfs.write(procfs.path_of("self", "oom_score_adj"), b"500")
+    cgroups.join(plan["join"])
     step = "join the sandbox"
     syscalls.setns(sandbox, JOINED_NAMESPACES)
     os.close(sandbox)
@@ -255,7 +224,7 @@ def enter_command(report: int, plan: Plan, profile: bytes, sandbox: int, stdio: 
         os.dup2(fd, number, inheritable=True)
         os.close(fd)
     if terminal >= 0:
-        tty_control(0)
+        tty.make_controlling(0)
         if user[0]:
             os.fchown(0, user[0], -1)  # so that the user may open /dev/pts/N by name
     step = "become the user"
@@ -274,8 +243,8 @@ def enter_command(report: int, plan: Plan, profile: bytes, sandbox: int, stdio: 
     if terminal >= 0:
         environment.setdefault(b"TERM", b"xterm-256color")
     restrict(plan, profile)
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)  # Python ignores them, and exec would pass that on
+    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)  # Python and the spawner ignore them, and exec would pass that on
     step = "exec"
     if terminal >= 0:
         channel = socket.socket(fileno=report)
@@ -309,8 +278,6 @@ def exec_program(argv: list[bytes], environment: dict[bytes, bytes]) -> NoReturn
 
 def open_terminal(rows: int, cols: int) -> tuple[int, int]:
     """A terminal of the sandbox's own devpts: (controlling side, other side)."""
-    from opendsec.kernel import tty
-
     master = os.open(b"/dev/ptmx", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISCHR(os.fstat(master).st_mode) or syscalls.fstatfs_type(master) != abi.DEVPTS_SUPER_MAGIC:
         raise StartError(errno.ENOTTY, "the sandbox's /dev/ptmx is no terminal multiplexer")
@@ -320,61 +287,62 @@ def open_terminal(rows: int, cols: int) -> tuple[int, int]:
     return master, slave
 
 
-def tty_control(fd: int) -> None:
-    from opendsec.kernel import tty
-
-    tty.make_controlling(fd)
-
-
 # --- users, as the sandbox's own files name them -------------------------------------------------------------------
 
 
-def read_hostile(path: bytes) -> list[bytes]:
-    """The lines of a small regular file, or none. The file may be anything: a link, a FIFO, huge, endless."""
+def read_hostile(path: bytes) -> bytes:
+    """The text of a small regular file, or nothing. The file may be anything: a link, a FIFO, huge, endless."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:
-        return []
+        return b""
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            return []
+            return b""
         data = b""
         while len(data) < MAX_PASSWD_BYTES and (chunk := os.read(fd, 65_536)):
             data += chunk
-        return data.split(b"\n")
+        return data
     except OSError:
-        return []
+        return b""
     finally:
         os.close(fd)
+
+
+def rows_of(data: bytes, fields: int, *, holding: bytes) -> Iterator[list[bytes]]:
+    """The well-formed lines of a passwd or group file that contain `holding`, split. Most lines are passed over unsplit, because
+    every object a fresh fork makes is a page it has to copy."""
+    for line in data.split(b"\n"):
+        if holding in line and len(row := line.split(b":")) >= fields and is_id(row[2]):
+            yield row
 
 
 def find_user(wanted: bytes) -> tuple[int, int, list[int], bytes, bytes]:
     """`name`, `number`, `name:group`, … → (uid, gid, further groups, home, name). Raises StartError if a name is unknown."""
     name, _, group = wanted.partition(b":")
-    rows = [row for line in read_hostile(b"/etc/passwd") if len(row := line.split(b":")) >= 6 and is_id(row[2]) and is_id(row[3])]
     numeric = is_id(name)
-    found = next((row for row in rows if (int(row[2]) == int(name) if numeric else row[0] == name)), None)
-    if found:
-        uid, gid, home, login = int(found[2]), int(found[3]), found[5] or b"/", found[0]
+    key = 2 if numeric else 0
+    known = next((row for row in rows_of(read_hostile(b"/etc/passwd"), 6, holding=name) if row[key] == name and is_id(row[3])), None)
+    if known:
+        uid, gid, home, login = int(known[2]), int(known[3]), known[5] or b"/", known[0]
     elif numeric:
         uid, gid, home, login = int(name), 0, b"/", name
     elif name == b"root":
-        uid, gid, home, login = 0, 0, b"/root", b"root"  # an image without a passwd file still has root
+        uid, gid, home, login = 0, 0, b"/root", name  # an image without a passwd file still has root
     else:
         raise StartError(errno.ENOENT, f"no user {name.decode('utf-8', 'replace')!r} in the sandbox's /etc/passwd")
-    groups = [row for line in read_hostile(b"/etc/group") if len(row := line.split(b":")) >= 4 and is_id(row[2])]
     if group:
         if is_id(group):
             return uid, int(group), [], home, login
-        match = next((row for row in groups if row[0] == group), None)
+        match = next((row for row in rows_of(read_hostile(b"/etc/group"), 4, holding=group) if row[0] == group), None)
         if match is None:
             raise StartError(errno.ENOENT, f"no group {group.decode('utf-8', 'replace')!r} in the sandbox's /etc/group")
         return uid, int(match[2]), [], home, login
-    further = [int(row[2]) for row in groups if login in row[3].split(b",")][:64] if found else []
-    return uid, gid, further, home, login
+    if not uid or not known:
+        return uid, gid, [], home, login  # root needs no further groups
+    further = [int(row[2]) for row in rows_of(read_hostile(b"/etc/group"), 4, holding=login) if login in row[3].split(b",")]
+    return uid, gid, further[:64], home, login
 
 
 def is_id(text: bytes) -> bool:
     return text.isdigit() and len(text) <= 5 and int(text) <= 65_534
-
-

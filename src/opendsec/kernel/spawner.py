@@ -28,7 +28,7 @@ import select
 import signal
 import socket
 
-from opendsec.kernel import abi, enter, mounts, syscalls
+from opendsec.kernel import abi, cgroups, enter, mounts, procfs, syscalls
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -60,9 +60,10 @@ class Spawner:
         self.profiles: dict[bytes, bytes] = {}  # name → seccomp program
         self.children: dict[int, Child] = {}
         self.reports: dict[int, Child] = {}
+        self.hierarchies = cgroups.discover()
         self.dev = -1  # the shared, read-only /dev
         self.init = -1  # our PID 1
-        self.own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        self.own_pid_namespace = os.open(procfs.path_of("self", "ns", "pid"), os.O_RDONLY | os.O_CLOEXEC)
         self.poll = select.epoll()
         self.poll.register(control, select.EPOLLIN)
         # SIGCHLD only has to wake the poll; its handler must exist for the wake-up descriptor to be written.
@@ -140,20 +141,20 @@ class Spawner:
     def do_create(self, request: int, plan: Message, fds: list[int]) -> None:
         layers = [self.layers[digest] for digest in plan["layers"]]
         profile = self.profiles[plan["profile"]]
-        make_cgroups(plan["cgroups"])
+        group = self.hierarchies.group(plan["group"])
+        group.create(plan["limits"])
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         child = -1
         try:
             child = self.fork(
-                request, enter.SANDBOX_NAMESPACES, plan, enter.enter_sandbox, plan, profile, theirs.fileno(), self.init, is_command=False
+                request, enter.SANDBOX_NAMESPACES, group, enter.enter_sandbox, plan, profile, theirs.fileno(), self.init, is_command=False
             )
             theirs.close()
             base = b"0 %d 65536" % plan["uid_base"]
-            for name in ("uid_map", "gid_map"):
-                enter.write_file(b"/proc/%d/%s" % (child, name.encode()), base)
-            enter.write_file(b"/proc/%d/oom_score_adj" % child, b"500")
-            for path in plan["join"]:
-                enter.write_file(path, b"%d" % child)
+            for name, text in (("uid_map", base), ("gid_map", base), ("oom_score_adj", b"500")):
+                procfs.write(procfs.path_of(child, name), text)
+            for path in group.join_paths():
+                procfs.write(path, b"%d" % child)
             root = dev = -1
             try:
                 root = make_root(child, layers, plan)
@@ -173,17 +174,21 @@ class Spawner:
     def do_exec(self, request: int, plan: Message, fds: list[int]) -> None:
         """`fds`: a pidfd of the sandbox's PID 1, then those descriptors of the command that `plan["given"]` marks."""
         profile = self.profiles[plan["profile"]]
-        make_cgroups(plan["cgroups"])
+        # The group of the sandbox is there while the sandbox is: never make it anew here, after it was taken away.
+        group = self.hierarchies.group(plan["group"]).child(plan["child"])
+        os.mkdir(group.tree_path, 0o755)
+        plan["join"] = group.join_paths()
         # The pid namespace of children is a property of the parent: set it for this one fork, then set it back.
         syscalls.setns(fds[0], abi.CLONE_NEWPID)
         try:
-            self.fork(request, 0, plan, enter.enter_command, plan, profile, fds[0], fds[1:], plan["given"], is_command=True)
+            self.fork(request, 0, group, enter.enter_command, plan, profile, fds[0], fds[1:], plan["given"], is_command=True)
         finally:
             syscalls.setns(self.own_pid_namespace, abi.CLONE_NEWPID)
 
-    def fork(self, request: int, flags: int, plan: Message, body: Any, *args: Any, is_command: bool) -> int:
+    def fork(self, request: int, flags: int, group: cgroups.Group, body: Any, *args: Any, is_command: bool) -> int:
+        """A child in `flags`' namespaces and in the tree group of `group`, that runs `body(report, *args)`. Its pid."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        cgroup = os.open(plan["cgroup_dir"], os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) if plan["cgroup_dir"] else None
+        cgroup = group.open_v2_dir()
         try:
             pid, pidfd = syscalls.clone3(flags, cgroup_fd=cgroup, want_pidfd=True)
             if pid == 0:
@@ -216,7 +221,7 @@ class Spawner:
         if data:
             self.answer(child, {"id": child.request, "error": marshal.loads(data)})
         elif child.started:
-            answer: Message = {"id": child.request, "ok": True, "pid": child.pid}
+            answer: Message = {"id": child.request, "ok": True, "pid": child.pid, "command": child.is_command}
             self.answer(child, answer, child.pidfd, *([] if child.terminal is None else [child.terminal]))
         else:
             self.answer(child, {"id": child.request, "error": ("start", 0, "killed before it could start")})
@@ -285,25 +290,33 @@ def read_message(data: bytes, fds: list[int], flags: int) -> Message:
     return message
 
 
-def make_cgroups(groups: list[tuple[bytes, list[tuple[bytes, bytes]]]]) -> None:
-    """Each directory, then its settings in order. What was made before a failure is cleared away by the edge."""
-    for path, settings in groups:
-        os.mkdir(path, 0o755)
-        for name, value in settings:
-            enter.write_file(path + b"/" + name, value)
-
-
 def make_root(child: int, layers: list[int], plan: Message) -> int:
     """The root file system, detached: id-mapped clones of the layers below, the scratch on top."""
-    namespace = os.open(b"/proc/%d/ns/user" % child, os.O_RDONLY | os.O_CLOEXEC)
-    lower: list[int] = []
+    held: list[int] = []
     try:
+        namespace = os.open(procfs.path_of(child, "ns", "user"), os.O_RDONLY | os.O_CLOEXEC)
+        held.append(namespace)
         for mount in layers:
-            lower.append(mounts.idmapped_clone(mount, namespace))
-        upper, work = plan["upper"], plan["work"]
-        return mounts.overlay(lower, upper, work, attrs=abi.MOUNT_ATTR_NOSUID | abi.MOUNT_ATTR_NODEV)
+            held.append(mounts.idmapped_clone(mount, namespace))
+        kind, *scratch = plan["scratch"]
+        if kind == "tmpfs":
+            size_bytes, inodes = scratch
+            base = mounts.tmpfs(size_bytes=size_bytes, inodes=inodes, mode=0o700)
+            held.append(base)
+            upper, work = (make_owned(base, name, plan["uid_base"]) for name in (b"upper", b"work"))
+            held += upper, work
+        else:
+            upper, work = (os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) for path in scratch)
+            held += upper, work
+        return mounts.overlay(held[len(layers) : 0 : -1], upper, work, attrs=abi.MOUNT_ATTR_NOSUID | abi.MOUNT_ATTR_NODEV)
     finally:
-        close_all(namespace, *lower)
+        close_all(*held)
+
+
+def make_owned(parent: int, name: bytes, owner: int) -> int:
+    os.mkdir(name, 0o755, dir_fd=parent)
+    os.chown(name, owner, owner, dir_fd=parent)
+    return os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=parent)
 
 
 DEVICES = ((b"null", 1, 3), (b"zero", 1, 5), (b"full", 1, 7), (b"random", 1, 8), (b"urandom", 1, 9), (b"tty", 5, 0))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The container backend: a plan made of small operations, applied by the spawner. May import: what runtime may."""
+"""The container backend: namespaces, cgroups and seccomp on the shared kernel. May import: api, policy, images, kernel, runtime."""

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The container backend: what the edge decided becomes a living sandbox, through the spawner.
+
+A sandbox is its PID 1 (held by a pidfd), a cgroup in each hierarchy, a scratch, and a share in the mounts of its layers. They are
+acquired in the order layers, scratch, cgroup, process, and released in the reverse one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from opendsec.api.errors import Internal, OpenDSecError, SandboxLost, Unavailable
+from opendsec.api.sandboxes import Capability
+from opendsec.kernel import cgroups, procfs, syscalls
+from opendsec.runtime.backend import Handle, LayerRef, Placement, Record
+from opendsec.runtime.container import profile
+from opendsec.runtime.container.handle import ContainerHandle
+from opendsec.runtime.container.plan import PROFILE_NAME, create_plan, edge_group, group_name
+from opendsec.runtime.scratch import ScratchDriver
+from opendsec.runtime.spawn import Message, Spawner, SpawnError, close_all
+
+INIT = Path(__file__).resolve().parents[2] / "_native" / "dsec-init"
+NAME = "container"
+
+
+class ContainerBackend:
+    """All containers of one edge. `staging`: an existing directory of the host; nothing is ever mounted there outside the sandboxes."""
+
+    name = NAME
+
+    def __init__(self, *, edge_id: str, scratch: ScratchDriver, staging: Path, init: Path = INIT) -> None:
+        self.edge_id = edge_id
+        self.scratch = scratch
+        self.hierarchies = cgroups.discover()
+        self._staging = staging
+        self._init = init
+        self._spawner: Spawner | None = None
+        self._starting = asyncio.Lock()
+        self._mounting: dict[str, asyncio.Future[None]] = {}  # digest → the mount, once asked for, of the present spawner
+        self._users: Counter[str] = Counter()  # digest → living sandboxes
+        self._boot_id = procfs.boot_id()
+        self._program = profile.program()
+
+    # --- shared parts ----------------------------------------------------------------------------------------------
+
+    def capabilities(self) -> tuple[Capability, ...]:
+        later = "this backend cannot do it yet"
+        can = ("create", "run", "stream", "sessions", "pty", "files", "limits")
+        return (
+            *(Capability(name=name, available=True) for name in can),
+            *(Capability(name=name, available=False, reason=later) for name in ("pause", "fork", "snapshot", "network")),
+        )
+
+    async def start(self) -> None:
+        await self.spawner()
+
+    async def spawner(self) -> Spawner:
+        """The running spawner; a new one if the last has died."""
+        if self._spawner is not None and self._spawner.alive:
+            return self._spawner
+        async with self._starting:
+            if self._spawner is None or not self._spawner.alive:
+                if self._spawner is not None:
+                    await self._spawner.close()
+                self._mounting.clear()
+                spawner = await Spawner.start(self._init)
+                await spawner.call("profile", {"name": PROFILE_NAME, "program": self._program})
+                self._spawner = spawner
+        return self._spawner
+
+    async def close(self) -> None:
+        if self._spawner is not None:
+            await self._spawner.close()
+            self._spawner = None
+
+    # --- layers ----------------------------------------------------------------------------------------------------
+
+    async def _use_layers(self, spawner: Spawner, layers: Sequence[LayerRef]) -> None:
+        """Mount what is not mounted yet; one mount of a layer serves all sandboxes."""
+        for layer in layers:
+            mounting = self._mounting.get(layer.digest)
+            if mounting is None:
+                mounting = self._mounting[layer.digest] = asyncio.ensure_future(self._mount(spawner, layer))
+            await asyncio.shield(mounting)
+
+    async def _mount(self, spawner: Spawner, layer: LayerRef) -> None:
+        fields: Message = {"digest": layer.digest.encode(), "meta": os.fsencode(layer.meta), "data": os.fsencode(layer.data)}
+        try:
+            await spawner.call("layer", fields)
+        except BaseException as error:
+            self._mounting.pop(layer.digest, None)
+            if isinstance(error, SpawnError):
+                raise Internal(f"cannot mount layer {layer.digest[:19]}: {error}") from error
+            raise
+
+    def _drop_layers(self, digests: Sequence[str]) -> None:
+        for digest in digests:
+            self._users[digest] -= 1
+            if self._users[digest] <= 0:
+                del self._users[digest]
+
+    def layers_in_use(self) -> frozenset[str]:
+        """Digests that living sandboxes use."""
+        return frozenset(self._users)
+
+    async def unmount_unused(self) -> int:
+        """Let go of the mounts of layers that no sandbox uses; how many."""
+        unused = [digest for digest, mounting in self._mounting.items() if mounting.done() and digest not in self._users]
+        for digest in unused:
+            del self._mounting[digest]
+            if self._spawner is not None and self._spawner.alive:
+                await self._spawner.call("unlayer", {"digest": digest.encode()})
+        return len(unused)
+
+    # --- create ----------------------------------------------------------------------------------------------------
+
+    async def create(self, placement: Placement) -> Handle:
+        digests = tuple(layer.digest for layer in placement.layers)
+        self._users.update(digests)
+        try:
+            spawner = await self.spawner()
+            await self._use_layers(spawner, placement.layers)
+            scratch = await self.scratch.take(placement.sandbox_id, placement.uid_base, placement.limits)
+            plan = create_plan(placement, edge_id=self.edge_id, scratch=scratch, staging=str(self._staging))
+            answer = await spawner.call("create", plan)
+            pidfd = answer.fds[0]
+            try:
+                record = Record(
+                    sandbox_id=placement.sandbox_id,
+                    backend=NAME,
+                    pid=answer.pid,
+                    start_time=procfs.pid_start_time(answer.pid),
+                    boot_id=self._boot_id,
+                    uid_base=placement.uid_base,
+                    scratch=scratch.ref,
+                    limits=placement.limits,
+                    layers=digests,
+                )
+                return ContainerHandle(self, record, pidfd)
+            except BaseException:
+                syscalls.pidfd_send_signal(pidfd, signal.SIGKILL)
+                close_all(answer.fds)
+                raise
+        except BaseException as error:
+            self._drop_layers(digests)
+            await asyncio.shield(self._clear(placement.sandbox_id))
+            if isinstance(error, SpawnError):
+                raise Internal(f"cannot create the sandbox: {error}", data={"step": error.step, "errno": error.errno}) from error
+            if isinstance(error, ProcessLookupError | FileNotFoundError):
+                raise SandboxLost("the sandbox died while it was made") from error
+            raise
+
+    async def create_many(self, placements: Sequence[Placement]) -> Sequence[Handle | BaseException]:
+        return await asyncio.gather(*(self.create(placement) for placement in placements), return_exceptions=True)
+
+    # --- after a restart -------------------------------------------------------------------------------------------
+
+    async def adopt(self, record: Record) -> Handle:
+        if record.boot_id != self._boot_id:
+            raise SandboxLost("the machine was restarted")
+        try:
+            pidfd = syscalls.pidfd_open(record.pid)
+        except ProcessLookupError:
+            raise SandboxLost("its first process is gone") from None
+        try:
+            if procfs.pid_start_time(record.pid) != record.start_time:
+                raise SandboxLost("its first process is gone")
+            if not self.hierarchies.group(group_name(self.edge_id, record.sandbox_id)).exists():
+                raise SandboxLost("its cgroup is gone")
+        except BaseException as error:
+            os.close(pidfd)
+            if isinstance(error, OpenDSecError):
+                raise
+            raise SandboxLost("its first process is gone") from error
+        self._users.update(record.layers)
+        handle = ContainerHandle(self, record, pidfd)
+        await handle.kill_commands()
+        return handle
+
+    async def clear(self, sandbox_id: str, record: Record | None) -> None:
+        await self._clear(sandbox_id)
+
+    async def _clear(self, sandbox_id: str) -> None:
+        """Everything that bears the sandbox's id, process first, scratch last."""
+        group = self.hierarchies.group(group_name(self.edge_id, sandbox_id))
+        try:
+            await asyncio.to_thread(group.remove)
+        except TimeoutError as error:
+            raise Unavailable(f"processes of {sandbox_id} do not die: {error}") from error
+        finally:
+            await self.scratch.remove(sandbox_id)
+
+    def leftovers(self) -> Sequence[str]:
+        top = self.hierarchies.group(edge_group(self.edge_id))
+        named = {group.name.rpartition("/")[2] for group in top.children()} if top.exists() else set()
+        return sorted(named | set(self.scratch.list()))
+
+    def release(self, record: Record) -> None:
+        """Called by a handle when its sandbox is gone."""
+        self._drop_layers(record.layers)
+
+
+def is_gone(error: OSError) -> bool:
+    """Whether a failed call means that the process or group it named has ended."""
+    return error.errno in (errno.ESRCH, errno.ENOENT, errno.ENODEV)
