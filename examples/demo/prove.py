@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run task lines without OpenDSec, each step in bubblewrap on the machine's own /usr.
+"""Run task lines without OpenDSec, each step in bubblewrap on the /usr of this machine or of another root directory.
 
-    python -m examples.demo.prove TASKS.jsonl [--layers DIR] [--only GLOB] [--python PREFIX] [--jobs N]
+    python -m examples.demo.prove TASKS.jsonl [--layers DIR] [--only GLOB] [--root DIR] [--jobs N]
 
 When `dsec rollout` judges a task differently, one of the two is wrong, and this tells which. It holds a no-op agent to more than
-a rollout does: its judge must have run, and must have failed for the regression tests alone. `--python` puts another
-interpreter's prefix in front of /usr, to prove the tasks on the Python of another base image.
+a rollout does: its judge must have run, and must have failed for the regression tests alone. With `--root` the tasks are proven
+on the Python of another Debian release, such as mmdebstrap makes.
 """
 
 import argparse
@@ -51,9 +51,9 @@ class Proof(msgspec.Struct, frozen=True):
 class _Box:
     """A root directory with the layers copied in, in which commands run one after the other."""
 
-    def __init__(self, root: Path, layers: tuple[str, ...], layers_dir: Path, prefix: Path | None) -> None:
+    def __init__(self, root: Path, layers: tuple[str, ...], layers_dir: Path, system: Path) -> None:
         self._root = root
-        self._prefix = prefix
+        self._system = system
         for ref in layers:
             shutil.copytree(layer_dir(layers_dir, ref), root, dirs_exist_ok=True)
 
@@ -68,16 +68,12 @@ class _Box:
     def run(self, text: str, cwd: str, timeout_s: int) -> Ran:
         (self._root / "tmp").mkdir(exist_ok=True)
         command = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--setenv", "HOME", "/tmp"]
-        command += ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev"]
+        command += ["--ro-bind", str(self._system / "usr"), "/usr", "--proc", "/proc", "--dev", "/dev"]
         for name in ("bin", "lib", "lib64"):
             command += ["--symlink", f"usr/{name}", f"/{name}"]
-        path = "/usr/local/bin:/usr/bin:/bin"
-        if self._prefix is not None:
-            command += ["--ro-bind", str(self._prefix), str(self._prefix)]
-            path = f"{self._prefix}/bin:{path}"
         for top in sorted(self._root.iterdir()):
             command += ["--bind", str(top), f"/{top.name}"]
-        command += ["--setenv", "PATH", path, "--chdir", cwd, "/bin/sh", "-c", text]
+        command += ["--setenv", "PATH", "/usr/local/bin:/usr/bin:/bin", "--chdir", cwd, "/bin/sh", "-c", text]
         try:
             done = subprocess.run(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout_s, check=False
@@ -87,7 +83,7 @@ class _Box:
         return Ran(done.returncode, done.stdout.decode("utf-8", "replace"))
 
 
-def prove(task: TaskLine, layers_dir: Path, prefix: Path | None = None) -> Proof:
+def prove(task: TaskLine, layers_dir: Path, system: Path = Path("/")) -> Proof:
     """Run the task's agent and then its judge, each in a box of its own, with only the declared outputs carried over."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="prove-") as scratch:
@@ -96,9 +92,9 @@ def prove(task: TaskLine, layers_dir: Path, prefix: Path | None = None) -> Proof
         agent.mkdir()
         judge.mkdir()
         actions: list[Ran] = []
-        judge_box = _Box(judge, task.verify.layers, layers_dir, prefix)
+        judge_box = _Box(judge, task.verify.layers, layers_dir, system)
         if task.actions or task.outputs:
-            box = _Box(agent, task.layers, layers_dir, prefix)
+            box = _Box(agent, task.layers, layers_dir, system)
             box.write(task.files)
             actions = [box.run(action.run, action.cwd, action.timeout_s) for action in task.actions]
             for output in task.outputs:
@@ -113,14 +109,14 @@ def main() -> None:
     parser.add_argument("tasks", type=Path)
     parser.add_argument("--layers", type=Path, default=Path(".cache/demo/layers"), help="what `repos layers` wrote")
     parser.add_argument("--only", default="*", help="task ids to run, as a shell pattern")
-    parser.add_argument("--python", type=Path, help="prefix of another Python, bound into the box")
+    parser.add_argument("--root", type=Path, default=Path("/"), help="the root directory whose /usr the boxes get")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--verbose", action="store_true", help="print what each command said")
     arguments = parser.parse_args()
     chosen = [task for task in read_lines(arguments.tasks) if fnmatchcase(task.id, arguments.only)]
     wrong = 0
     with ThreadPoolExecutor(max_workers=arguments.jobs) as pool:
-        for proof in pool.map(lambda task: prove(task, arguments.layers, arguments.python), chosen):
+        for proof in pool.map(lambda task: prove(task, arguments.layers, arguments.root), chosen):
             wrong += not proof.holds
             steps = " ".join(str(ran.exit_code) for ran in proof.actions)
             print(f"{'ok   ' if proof.holds else 'WRONG'} {proof.task.id:48} {proof.judge.exit_code:4} {proof.duration_s:6.2f} s  {steps}")
