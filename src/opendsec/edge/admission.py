@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this edge may still promise: a pure count. Whoever asks for more gets a refusal that says how much is there.
+
+Promised, not used: 90 % of sandboxes use little of what they ask for, but memory that everyone uses at once cannot be taken back, so
+the sum of all promises stays within what the operator's policy allows (`overcommit` above 1.0 is the operator's own risk).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from opendsec.api.errors import QuotaExceeded
+from opendsec.api.spec import Limits
+from opendsec.api.units import format_bytes
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """What the operator lets this edge promise, in all and to one sandbox."""
+
+    memory_bytes: int
+    disk_bytes: int
+    sandboxes: int
+    scratch_is_memory: bool = False  # tmpfs: what is written there is memory, and counts as such
+    max_memory_bytes: int | None = None  # of one sandbox; None: all there is
+    max_disk_bytes: int | None = None
+    max_cpu: float | None = None
+    max_pids: int | None = None
+
+
+class Promise(msgspec.Struct, frozen=True):
+    """What one sandbox was promised."""
+
+    memory_bytes: int
+    disk_bytes: int
+
+
+class Promised(msgspec.Struct, frozen=True):
+    """What all living sandboxes were promised."""
+
+    memory_bytes: int = 0
+    disk_bytes: int = 0
+    sandboxes: int = 0
+
+    def plus(self, promise: Promise) -> Promised:
+        return Promised(self.memory_bytes + promise.memory_bytes, self.disk_bytes + promise.disk_bytes, self.sandboxes + 1)
+
+    def minus(self, promise: Promise) -> Promised:
+        return Promised(self.memory_bytes - promise.memory_bytes, self.disk_bytes - promise.disk_bytes, self.sandboxes - 1)
+
+
+def promise_for(limits: Limits, policy: Policy) -> Promise:
+    """What a sandbox of these limits must be promised."""
+    memory_bytes = limits.memory_bytes + (limits.disk_bytes if policy.scratch_is_memory else 0)
+    return Promise(memory_bytes, 0 if policy.scratch_is_memory else limits.disk_bytes)
+
+
+def check_one(limits: Limits, policy: Policy) -> None:
+    """Raises QuotaExceeded if no sandbox may be this large here, however empty the edge is."""
+    promise = promise_for(limits, policy)
+    for resource, asked, maximum in (
+        ("memory", limits.memory_bytes, policy.max_memory_bytes),
+        ("memory", promise.memory_bytes, policy.memory_bytes),
+        ("disk", limits.disk_bytes, policy.max_disk_bytes),
+        ("disk", promise.disk_bytes, policy.disk_bytes),
+    ):
+        if maximum is not None and asked > maximum:
+            why = " (with the disk, which is memory on this edge)" if policy.scratch_is_memory and resource == "memory" else ""
+            raise _refusal(resource, asked, None, maximum, f"{format_bytes(asked)}{why}", format_bytes(maximum))
+    if policy.max_cpu is not None and limits.cpu > policy.max_cpu:
+        raise _refusal("cpu", limits.cpu, None, policy.max_cpu, f"{limits.cpu:g} cores", f"{policy.max_cpu:g}")
+    if policy.max_pids is not None and limits.pids > policy.max_pids:
+        raise _refusal("pids", limits.pids, None, policy.max_pids, str(limits.pids), str(policy.max_pids))
+
+
+def admit(promised: Promised, limits: Limits, policy: Policy) -> Promised:
+    """`promised` with one more sandbox. Raises QuotaExceeded naming the resource that is short."""
+    promise = promise_for(limits, policy)
+    after = promised.plus(promise)
+    if after.sandboxes > policy.sandboxes:
+        raise QuotaExceeded(
+            f"this edge may hold {policy.sandboxes} sandboxes and holds {promised.sandboxes}",
+            field="count",
+            data={"resource": "sandboxes", "asked": 1, "promised": promised.sandboxes, "limit": policy.sandboxes},
+        )
+    for resource, asked, before, limit in (
+        ("memory", promise.memory_bytes, promised.memory_bytes, policy.memory_bytes),
+        ("disk", promise.disk_bytes, promised.disk_bytes, policy.disk_bytes),
+    ):
+        if asked and before + asked > limit:
+            raise _refusal(resource, asked, before, limit, format_bytes(asked), format_bytes(limit))
+    return after
+
+
+def _refusal(resource: str, asked: float, before: int | None, limit: float, asked_text: str, limit_text: str) -> QuotaExceeded:
+    if before is None:
+        message = f"{asked_text} asked for, but one sandbox of this edge may have at most {limit_text}"
+    else:
+        message = f"{asked_text} asked for, but of the {limit_text} that this edge may promise {format_bytes(int(limit) - before)} are left"
+    return QuotaExceeded(message, field=resource, data={"resource": resource, "asked": asked, "promised": before, "limit": limit})

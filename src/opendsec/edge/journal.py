@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the edge must not forget, in one SQLite file: sandboxes, actions, events.
+
+An intent is written before its side effect and the outcome after it, so that the next edge process can tell what may be half done. Many
+intents or outcomes share one transaction.
+
+Durability. WAL with synchronous=NORMAL: a commit is a write into the page cache without fsync (some 0.05 ms), so it outlives the edge,
+whatever kills it; a power cut may lose the last commits but not the file's consistency, and it ends all sandboxes as well. What does
+fsync is the checkpoint; left to SQLite it would run inside some commit and stall the event loop for tens of milliseconds. So automatic
+checkpoints are off and `checkpoint` runs in a worker thread on a connection of its own, which never blocks the writer (PASSIVE).
+
+One connection writes, in the event loop's thread. Format: application_id names the file as ours, user_version is the format's
+version; a newer one is refused. Names here are append-only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from opendsec.api.errors import Unavailable
+from opendsec.api.sandboxes import Event, SandboxState
+
+APPLICATION_ID = 0x44536563  # "DSec"
+VERSION = 1
+CHECKPOINT_BYTES = 8 << 20  # of WAL
+
+Value: TypeAlias = str | bytes | int | float | None
+ActionState = Literal["pending", "done", "unknown"]
+
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+-- What sandboxes of one request have in common is kept once: an environment may be large and a batch has thousands.
+CREATE TABLE templates (id INTEGER PRIMARY KEY, digest BLOB NOT NULL UNIQUE, body BLOB NOT NULL);
+CREATE TABLE sandboxes (
+    id TEXT PRIMARY KEY,
+    state TEXT NOT NULL,
+    held INTEGER NOT NULL,          -- still occupies something of this machine
+    template INTEGER NOT NULL REFERENCES templates (id),
+    backend TEXT NOT NULL,
+    uid_base INTEGER NOT NULL,
+    memory_bytes INTEGER NOT NULL,  -- promised
+    disk_bytes INTEGER NOT NULL,
+    created_at REAL NOT NULL,
+    expires_at REAL,
+    ttl_idle_s REAL,
+    used_at REAL NOT NULL,
+    busy INTEGER NOT NULL,
+    ended_at REAL,
+    message TEXT NOT NULL,
+    record BLOB                     -- runtime.backend.Record, for adopting or clearing it
+) WITHOUT ROWID;
+CREATE UNIQUE INDEX one_range_each ON sandboxes (uid_base) WHERE held;
+CREATE INDEX ended ON sandboxes (ended_at) WHERE NOT held;
+CREATE TABLE actions (
+    id INTEGER PRIMARY KEY,
+    action_id TEXT NOT NULL UNIQUE,
+    sandbox_id TEXT,
+    kind TEXT NOT NULL,
+    digest BLOB NOT NULL,           -- of the request
+    state TEXT NOT NULL,
+    detail TEXT NOT NULL,           -- what the intent concerned: a process id, sandbox ids
+    result BLOB,
+    result_file TEXT,
+    result_bytes INTEGER NOT NULL DEFAULT 0,
+    started_at REAL NOT NULL,
+    ended_at REAL
+);
+CREATE INDEX actions_pending ON actions (state) WHERE state = 'pending';
+CREATE INDEX actions_of_sandbox ON actions (sandbox_id);
+CREATE TABLE events (seq INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, sandbox_id TEXT, data BLOB NOT NULL);
+"""
+
+
+class SandboxRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A row of `sandboxes`, its fields in the table's order."""
+
+    id: str
+    state: SandboxState
+    held: bool
+    template: int
+    backend: str
+    uid_base: int
+    memory_bytes: int
+    disk_bytes: int
+    created_at: float
+    expires_at: float | None
+    ttl_idle_s: float | None
+    used_at: float
+    busy: bool
+    ended_at: float | None
+    message: str
+    record: bytes | None
+
+
+class ActionRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A row of `actions`, its fields in the table's order."""
+
+    id: int
+    action_id: str
+    sandbox_id: str | None
+    kind: str
+    digest: bytes
+    state: ActionState
+    detail: str
+    result: bytes | None
+    result_file: str | None
+    result_bytes: int
+    started_at: float
+    ended_at: float | None
+
+
+_SANDBOX_COLUMNS = SandboxRow.__struct_fields__
+_INSERT_SANDBOX = f"INSERT INTO sandboxes VALUES ({','.join('?' * len(_SANDBOX_COLUMNS))})"
+_UPDATE_SANDBOX = (
+    "UPDATE sandboxes SET state = ?, held = ?, expires_at = ?, used_at = ?, busy = ?, ended_at = ?, message = ?, record = ? WHERE id = ?"
+)
+
+
+class NewerFormat(Exception):
+    """The journal was written by a newer edge."""
+
+
+class Journal:
+    """Opens or makes the file. Raises NewerFormat, or ValueError if the file is something else."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._depth = 0
+        self._db = _connect(path)
+        try:
+            self._prepare()
+        except BaseException:
+            self._db.close()
+            raise
+        self._db.execute("PRAGMA wal_autocheckpoint = 0")
+
+    def _prepare(self) -> None:
+        application, version = self._number("PRAGMA application_id"), self._number("PRAGMA user_version")
+        if application == 0 and version == 0 and not self._number("SELECT count(*) FROM sqlite_schema"):
+            self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {VERSION}; COMMIT;")
+        elif application != APPLICATION_ID:
+            raise ValueError(f"{self.path} is not a journal of an edge")
+        elif version > VERSION:
+            raise NewerFormat(f"{self.path} has format {version}, this edge knows formats up to {VERSION}: use the newer edge")
+
+    def close(self) -> None:
+        """Fold the WAL into the file and close."""
+        try:
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        except sqlite3.Error:
+            pass  # the WAL stays and is read at the next start
+        finally:
+            self._db.close()
+
+    def wal_bytes(self) -> int:
+        """Size of the write-ahead log now."""
+        try:
+            return Path(f"{self.path}-wal").stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def checkpoint(self) -> None:
+        """Copy the WAL into the file, with fsync; for a worker thread."""
+        with contextlib.closing(_connect(self.path)) as db:
+            db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All writes within are one commit, or none. May be nested. Raises Unavailable if the disk refuses."""
+        if self._depth:
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+            return
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+        except sqlite3.Error as error:
+            raise Unavailable(f"the journal cannot be written: {error}") from error
+        self._depth = 1
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except BaseException as error:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            if isinstance(error, sqlite3.OperationalError):
+                raise Unavailable(f"the journal cannot be written: {error}") from error
+            raise
+        finally:
+            self._depth = 0
+
+    def _write(self, sql: str, values: Sequence[Value]) -> int:
+        try:
+            return self._db.execute(sql, values).rowcount
+        except sqlite3.OperationalError as error:
+            raise Unavailable(f"the journal cannot be written: {error}") from error
+
+    def _scalar(self, sql: str, values: Sequence[Value] = ()) -> Value:
+        row: tuple[Value, ...] | None = self._db.execute(sql, values).fetchone()
+        return None if row is None else row[0]
+
+    def _number(self, sql: str) -> int:
+        value = self._scalar(sql)
+        return value if isinstance(value, int) else 0
+
+    # --- meta ----------------------------------------------------------------------------------------------------------
+
+    def meta(self, key: str) -> str | None:
+        value = self._scalar("SELECT value FROM meta WHERE key = ?", (key,))
+        return value if isinstance(value, str) else None
+
+    def set_meta(self, key: str, value: str) -> None:
+        self._write("INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value", (key, value))
+
+    # --- sandboxes -----------------------------------------------------------------------------------------------------
+
+    def template(self, digest: bytes, body: bytes) -> int:
+        """The id of a template, stored if it is new."""
+        found = self._scalar("SELECT id FROM templates WHERE digest = ?", (digest,))
+        if isinstance(found, int):
+            return found
+        made = self._scalar("INSERT INTO templates (digest, body) VALUES (?, ?) RETURNING id", (digest, body))
+        assert isinstance(made, int)
+        return made
+
+    def templates(self) -> dict[int, bytes]:
+        rows: list[tuple[int, bytes]] = self._db.execute("SELECT id, body FROM templates").fetchall()
+        return dict(rows)
+
+    def insert_sandbox(self, row: SandboxRow) -> None:
+        self._write(_INSERT_SANDBOX, msgspec.structs.astuple(row))
+
+    def update_sandbox(self, row: SandboxRow) -> None:
+        """Write what changes in a sandbox's life."""
+        self._write(
+            _UPDATE_SANDBOX,
+            (row.state, row.held, row.expires_at, row.used_at, row.busy, row.ended_at, row.message, row.record, row.id),
+        )
+
+    def sandboxes(self) -> list[SandboxRow]:
+        """All, the oldest first."""
+        return [
+            msgspec.convert(row, SandboxRow, strict=False) for row in self._db.execute("SELECT * FROM sandboxes ORDER BY created_at, id")
+        ]
+
+    # --- actions -------------------------------------------------------------------------------------------------------
+
+    def begin_action(self, action_id: str, *, sandbox_id: str | None, kind: str, digest: bytes, detail: str, at: float) -> ActionRow | None:
+        """Write the intent; None if it is new, else the action that had this id before."""
+        sql = (
+            "INSERT INTO actions (action_id, sandbox_id, kind, digest, state, detail, started_at) VALUES (?, ?, ?, ?, 'pending', ?, ?)"
+            " ON CONFLICT (action_id) DO NOTHING"
+        )
+        if self._write(sql, (action_id, sandbox_id, kind, digest, detail, at)):
+            return None
+        return self.action(action_id)
+
+    def action(self, action_id: str) -> ActionRow | None:
+        row = self._db.execute("SELECT * FROM actions WHERE action_id = ?", (action_id,)).fetchone()
+        return None if row is None else msgspec.convert(row, ActionRow, strict=False)
+
+    def end_action(
+        self, action_id: str, *, at: float, state: ActionState, result: bytes | None, file: str | None = None, size: int = 0
+    ) -> None:
+        """Write the outcome: `result` itself or the `file` (of `size` bytes) that holds it."""
+        self._write(
+            "UPDATE actions SET state = ?, result = ?, result_file = ?, result_bytes = ?, ended_at = ? WHERE action_id = ?",
+            (state, result, file, size if result is None else len(result), at, action_id),
+        )
+
+    def drop_action(self, action_id: str) -> None:
+        """Forget an intent that had no side effect: the request turned out to be wrong."""
+        self._write("DELETE FROM actions WHERE action_id = ?", (action_id,))
+
+    def pending_actions(self) -> list[ActionRow]:
+        rows = self._db.execute("SELECT * FROM actions WHERE state = 'pending' ORDER BY id")
+        return [msgspec.convert(row, ActionRow, strict=False) for row in rows]
+
+    def result_files(self) -> set[str]:
+        return {str(row[0]) for row in self._db.execute("SELECT result_file FROM actions WHERE result_file IS NOT NULL")}
+
+    # --- events --------------------------------------------------------------------------------------------------------
+
+    def add_events(self, events: Iterable[Event]) -> None:
+        rows = [(event.seq, event.at, event.kind, event.sandbox_id, msgspec.json.encode(event.data)) for event in events]
+        try:
+            self._db.executemany("INSERT INTO events VALUES (?, ?, ?, ?, ?)", rows)
+        except sqlite3.OperationalError as error:
+            raise Unavailable(f"the journal cannot be written: {error}") from error
+
+    def events(self, *, after: int = 0, sandbox_id: str | None = None, limit: int = 1000) -> list[Event]:
+        """Stored events with a number above `after`, in order, at most `limit`."""
+        rows = self._db.execute(
+            "SELECT seq, at, kind, sandbox_id, data FROM events WHERE seq > ?1 AND (?2 IS NULL OR sandbox_id = ?2) ORDER BY seq LIMIT ?3",
+            (after, sandbox_id, limit),
+        )
+        data_type = dict[str, str | int | float | bool | None]
+        return [
+            Event(seq=seq, at=at, kind=kind, sandbox_id=sandbox, data=msgspec.json.decode(data, type=data_type))
+            for seq, at, kind, sandbox, data in rows
+        ]
+
+    def last_event(self) -> int:
+        return self._number("SELECT max(seq) FROM events")
+
+    # --- retention -----------------------------------------------------------------------------------------------------
+
+    def prune(self, now: float, keep: Retention) -> list[str]:
+        """Forget what is old. The ids of forgotten sandboxes.
+
+        An action is kept while its sandbox lives, whatever its age: its id must not run twice.
+        """
+        with self.transaction():
+            old: list[tuple[str]] = self._db.execute(
+                "SELECT id FROM sandboxes WHERE NOT held AND (ended_at < ? OR id NOT IN"
+                " (SELECT id FROM sandboxes WHERE NOT held ORDER BY ended_at DESC LIMIT ?))",
+                (now - keep.ended_s, keep.ended_count),
+            ).fetchall()
+            self._db.executemany("DELETE FROM sandboxes WHERE id = ?", old)
+            self._db.execute(
+                "DELETE FROM actions WHERE state != 'pending' AND ended_at < ? AND (sandbox_id IS NULL OR substr(action_id, 1, 1) = '#'"
+                " OR sandbox_id NOT IN (SELECT id FROM sandboxes WHERE held))",
+                (now - keep.actions_s,),
+            )
+            self._db.execute(
+                "DELETE FROM actions WHERE substr(action_id, 1, 1) = '#' AND state != 'pending' AND id <="
+                " (SELECT max(id) FROM actions) - ?",
+                (keep.unnamed_count,),
+            )
+            self._db.execute("DELETE FROM events WHERE seq <= (SELECT max(seq) FROM events) - ?", (keep.events,))
+            self._db.execute("DELETE FROM templates WHERE id NOT IN (SELECT template FROM sandboxes)")
+        return [row[0] for row in old]
+
+
+class Retention(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of the past is kept."""
+
+    ended_s: float = 86_400.0  # ended sandboxes
+    ended_count: int = 10_000
+    actions_s: float = 7 * 86_400.0  # results of actions, beyond the life of their sandbox
+    unnamed_count: int = 10_000  # commands without an action id
+    events: int = 100_000
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    db = sqlite3.connect(path, isolation_level=None, cached_statements=256, check_same_thread=True)
+    try:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = NORMAL")
+        db.execute("PRAGMA busy_timeout = 5000")
+    except sqlite3.DatabaseError as error:
+        db.close()
+        raise ValueError(f"{path} is not a journal of an edge: {error}") from error
+    return db
