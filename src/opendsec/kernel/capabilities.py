@@ -77,11 +77,7 @@ def mask(names: Iterable[str]) -> int:
 
 def names(bits: int) -> list[str]:
     """The names in a bit set, lowest number first; a bit without a name is `CAP_<number>`."""
-    return [
-        NAMES[number] if number < len(NAMES) else f"CAP_{number}"
-        for number in range(bits.bit_length())
-        if bits >> number & 1
-    ]
+    return [NAMES[number] if number < len(NAMES) else f"CAP_{number}" for number in range(bits.bit_length()) if bits >> number & 1]
 
 
 def last_cap() -> int:
@@ -132,9 +128,7 @@ def drop_bounding(keep: int) -> None:
             raise
 
 
-def drop_to(
-    *, bounding: int, effective: int = 0, permitted: int | None = None, inheritable: int = 0, ambient: int = 0
-) -> None:
+def drop_to(*, bounding: int, effective: int = 0, permitted: int | None = None, inheritable: int = 0, ambient: int = 0) -> None:
     """Make this thread's five sets exactly these (bit sets, see `mask`).
 
     `permitted` left out means as `effective`. Call it as the last step that needs privilege, after the change of user:

@@ -116,9 +116,7 @@ class Usage:
 
     __slots__ = ("cpu_us", "memory_bytes", "memory_peak_bytes", "pids")
 
-    def __init__(
-        self, memory_bytes: int | None, memory_peak_bytes: int | None, cpu_us: int | None, pids: int | None
-    ) -> None:
+    def __init__(self, memory_bytes: int | None, memory_peak_bytes: int | None, cpu_us: int | None, pids: int | None) -> None:
         self.memory_bytes, self.memory_peak_bytes, self.cpu_us, self.pids = memory_bytes, memory_peak_bytes, cpu_us, pids
 
 
@@ -537,9 +535,7 @@ class Group:
             version, path = self._homes["cpu"]
             fields = parse_flat(procfs.read(f"{path}/cpu.stat"))
             events.cpu_throttled = fields.get("nr_throttled", 0)
-            events.cpu_throttled_us = (
-                fields.get("throttled_usec", 0) if version == 2 else fields.get("throttled_time", 0) // 1000
-            )
+            events.cpu_throttled_us = fields.get("throttled_usec", 0) if version == 2 else fields.get("throttled_time", 0) // 1000
         return events
 
 

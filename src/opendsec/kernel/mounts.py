@@ -178,7 +178,13 @@ def _set_directory(context: int, key: str, directory: int | StrPath) -> None:
 
 
 def tmpfs(
-    size_bytes: int, inodes: int, mode: int = 0o755, *, uid: int = 0, gid: int = 0, attrs: int = abi.MOUNT_ATTR_NOSUID | abi.MOUNT_ATTR_NODEV
+    size_bytes: int,
+    inodes: int,
+    mode: int = 0o755,
+    *,
+    uid: int = 0,
+    gid: int = 0,
+    attrs: int = abi.MOUNT_ATTR_NOSUID | abi.MOUNT_ATTR_NODEV,
 ) -> int:
     """A tmpfs of at most so many bytes (rounded up to pages) and inodes (its root directory counts), neither 0."""
     if size_bytes <= 0 or inodes <= 0:
@@ -192,7 +198,9 @@ def proc(*, hidepid: str | None = None, attrs: int = QUIET) -> int:
     return new_mount("proc", {} if hidepid is None else {"hidepid": hidepid}, attrs)
 
 
-def devpts(*, gid: int = 5, mode: int = 0o620, maximum: int | None = None, attrs: int = abi.MOUNT_ATTR_NOSUID | abi.MOUNT_ATTR_NOEXEC) -> int:
+def devpts(
+    *, gid: int = 5, mode: int = 0o620, maximum: int | None = None, attrs: int = abi.MOUNT_ATTR_NOSUID | abi.MOUNT_ATTR_NOEXEC
+) -> int:
     """A devpts instance of its own, whose ptmx everyone inside may open. `gid` is one of the caller's user namespace."""
     options: dict[str, StrPath | None] = {"newinstance": None, "ptmxmode": "0666", "mode": f"{mode:o}", "gid": str(gid)}
     if maximum is not None:

@@ -131,9 +131,7 @@ def _chains(rules: Sequence[Rule], default: int, table: dict[str, int]) -> dict[
             chains.setdefault(number, []).append((rule.args, rule.action))
             if not rule.args:
                 decided.add(number)
-    return {
-        number: tuple(chain) if number in decided else (*chain, ((), default)) for number, chain in chains.items()
-    }
+    return {number: tuple(chain) if number in decided else (*chain, ((), default)) for number, chain in chains.items()}
 
 
 def _ranges(chains: dict[int, _Chain], default: int, beyond: int, last: int, arch: str) -> list[tuple[int, _Chain]]:
@@ -199,8 +197,8 @@ class _Assembler:
                 out += struct.pack("=HBBI", opcode, 0, 0, k)
                 continue
             here = starts[index]
-            trampolines = []
-            offsets = []
+            trampolines: list[tuple[int, int]] = []
+            offsets: list[int] = []
             for target, far in ((true, long_true), (false, long_false)):
                 destination = starts[self.labels[target]]
                 if far[index]:

@@ -23,7 +23,7 @@ from opendsec.kernel import abi
 TYPE_CHECKING = False  # as typing.TYPE_CHECKING, without its 10 ms import; type checkers know the name
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from typing import Any
+    from typing import Any, NoReturn
 
     StrPath = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
@@ -55,7 +55,7 @@ def _libc_function(name: str, *argtypes: Any) -> Any:
     return function
 
 
-def raise_errno(call: str, path: StrPath | int | None = None) -> None:
+def raise_errno(call: str, path: StrPath | int | None = None) -> NoReturn:
     """Raise the `OSError` of the last failed call made through this module."""
     code = ctypes.get_errno()
     message = f"{call}: {os.strerror(code)}"
@@ -77,9 +77,7 @@ def syscall(name: str, *args: Any, path: StrPath | int | None = None) -> int:
 _CLONE_ARGS = struct.Struct("=11Q")
 
 
-def clone3(
-    flags: int, *, cgroup_fd: int | None = None, want_pidfd: bool = False, exit_signal: int = abi.SIGCHLD
-) -> tuple[int, int]:
+def clone3(flags: int, *, cgroup_fd: int | None = None, want_pidfd: bool = False, exit_signal: int = abi.SIGCHLD) -> tuple[int, int]:
     """Fork with `flags` (namespaces and so on; no CLONE_VM). Returns (pid, pidfd or -1); in the child (0, -1).
 
     `cgroup_fd` is a cgroup v2 directory that the child is born in. None of Python's fork hooks run: the caller is
@@ -228,10 +226,11 @@ def fsopen(fstype: str | bytes, flags: int = abi.FSOPEN_CLOEXEC) -> int:
 
 def _fs_log(fsfd: int) -> str:
     """What the file system had to say about a failure; errno alone is mostly EINVAL. One message a read."""
-    lines = []
+    lines: list[str] = []
     try:
         while len(lines) < 16:
-            lines.append(os.read(fsfd, 1024).decode("utf-8", "replace").strip())
+            # Each begins with its level, as in "e overlay: ...".
+            lines.append(os.read(fsfd, 1024).decode("utf-8", "replace").strip().removeprefix("e "))
     except OSError:
         pass  # ENODATA: no more
     return "; ".join(lines)
@@ -379,9 +378,7 @@ _inotify_init1 = _libc_function("inotify_init1", ctypes.c_int)
 _inotify_add_watch = _libc_function("inotify_add_watch", ctypes.c_int, ctypes.c_char_p, ctypes.c_uint32)
 _inotify_rm_watch = _libc_function("inotify_rm_watch", ctypes.c_int, ctypes.c_int)
 _fanotify_init = _libc_function("fanotify_init", ctypes.c_uint, ctypes.c_uint)
-_fanotify_mark = _libc_function(
-    "fanotify_mark", ctypes.c_int, ctypes.c_uint, ctypes.c_uint64, ctypes.c_int, ctypes.c_char_p
-)
+_fanotify_mark = _libc_function("fanotify_mark", ctypes.c_int, ctypes.c_uint, ctypes.c_uint64, ctypes.c_int, ctypes.c_char_p)
 
 
 def inotify_init1(flags: int = abi.IN_CLOEXEC) -> int:
