@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import ast
-import subprocess
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -36,12 +36,17 @@ KERNEL_LITERALS = ("/proc/", "/sys/fs/cgroup")
 KERNEL_MODULES = ("ctypes", "fcntl")  # fcntl: flock and the like are fine, ioctl is not
 
 
+NOT_OURS = {".git", ".venv", ".hypothesis", ".cache", "__pycache__", "_native", "artifacts", "build", "dist"}
+
+
 @cache
 def tracked_files() -> list[Path]:
-    """What git tracks or would track: no build products, no virtual environment."""
-    command = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
-    return [path for name in listed if name and (path := ROOT / name).is_file()]
+    """Every file of the project: no build products, no virtual environment. Without git, which a source archive has not."""
+    found = []
+    for folder, folders, files in os.walk(ROOT):
+        folders[:] = sorted(name for name in folders if name not in NOT_OURS and not name.endswith(("_cache", ".egg-info")))
+        found += [Path(folder, name) for name in sorted(files)]
+    return found
 
 
 def modules() -> list[Path]:
