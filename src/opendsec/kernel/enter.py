@@ -208,7 +208,7 @@ def enter_command(report: int, plan: Plan, profile: bytes, sandbox: int, stdio: 
     step = "descriptors"
     terminal = -1
     if plan["pty"]:
-        terminal, slave = open_terminal(*plan["pty"])
+        terminal, slave = tty.open_pair(b"/dev/pts/ptmx", rows=plan["pty"][0], columns=plan["pty"][1])
         numbered = [slave, slave, slave]
     else:
         queue = iter(given)
@@ -274,17 +274,6 @@ def exec_program(argv: list[bytes], environment: dict[bytes, bytes]) -> NoReturn
             if error.errno != errno.EACCES:  # as execvp: a file that may not be executed does not end the search
                 break
     raise StartError(code, f"cannot execute {program!r}: {os.strerror(code)}")
-
-
-def open_terminal(rows: int, cols: int) -> tuple[int, int]:
-    """A terminal of the sandbox's own devpts: (controlling side, other side)."""
-    master = os.open(b"/dev/ptmx", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISCHR(os.fstat(master).st_mode) or syscalls.fstatfs_type(master) != abi.DEVPTS_SUPER_MAGIC:
-        raise StartError(errno.ENOTTY, "the sandbox's /dev/ptmx is no terminal multiplexer")
-    tty.unlock(master)
-    slave = tty.peer(master)
-    tty.set_size(master, rows, cols)
-    return master, slave
 
 
 # --- users, as the sandbox's own files name them -------------------------------------------------------------------

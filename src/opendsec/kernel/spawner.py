@@ -262,8 +262,10 @@ class Spawner:
 
     def finish(self, child: Child) -> None:
         """Once both the start was answered and the child was reaped."""
-        if child.exited is not None and child.report.fileno() < 0 and self.children.pop(child.pid, None) and child.is_command:
-            self.send(child.exited)
+        if child.exited is not None and child.report.fileno() < 0:
+            del self.children[child.pid]
+            if child.is_command:
+                self.send(child.exited)
 
     def send(self, message: Message, *fds: int) -> None:
         try:

@@ -65,7 +65,10 @@ class Spawner:
         self._commands: dict[int, asyncio.Future[Exit]] = {}
         self._outbox: deque[tuple[bytes, list[int]]] = deque()
         self.died: asyncio.Future[None] = self._loop.create_future()
+        # End of file on the channel is not enough: a child born into a frozen cgroup keeps a copy of it open.
+        self._pidfd = os.pidfd_open(process.pid)
         self._loop.add_reader(control, self._receive)
+        self._loop.add_reader(self._pidfd, self._fail, "the spawner died")
 
     @classmethod
     async def start(cls, init: Path) -> Spawner:
@@ -147,7 +150,7 @@ class Spawner:
     def _receive(self) -> None:
         while True:
             try:
-                data, fds, flags, _ = socket.recv_fds(self._control, RECEIVE_BYTES, MAX_FDS)
+                data, fds, _flags, _ = socket.recv_fds(self._control, RECEIVE_BYTES, MAX_FDS)
             except BlockingIOError:
                 return
             except OSError as error:
@@ -192,6 +195,8 @@ class Spawner:
         """The spawner is gone: settle everything that waits on it."""
         if self.died.done():
             return
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
         self._loop.remove_reader(self._control)
         self._loop.remove_writer(self._control)
         self._control.close()
