@@ -20,7 +20,7 @@ setup:
 	@bash tools/setup.sh
 
 demo: setup
-	$(PY) -m benchmarks.demo
+	$(PY) -m examples.demo
 
 test: setup
 	@bash tools/run_tests.sh
