@@ -59,5 +59,5 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
     "$python" -m venv .venv
 fi
 echo "setup: installing the project into .venv"
-.venv/bin/python -m pip install -qq --disable-pip-version-check --editable '.[dev,bench,demo]'
+.venv/bin/python -m pip install -qq --disable-pip-version-check --editable '.[dev,bench]'
 echo "$want" >$stamp
