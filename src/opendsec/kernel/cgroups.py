@@ -281,6 +281,15 @@ class Group:
                     if name not in enabled:
                         procfs.write(f"{above}/cgroup.subtree_control", f"+{name}")
 
+    def remove_if_empty(self) -> None:
+        """Remove the directories unless processes or child groups are in them. Kills nothing."""
+        for path in (self.tree_path, *self._v1_paths()):
+            try:
+                os.rmdir(path)
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.EBUSY):
+                    raise
+
     def remove(self, timeout_s: float = 10.0) -> None:
         """Kill all that is inside, wait until it is gone, remove the directories, children first. Does nothing if the group
         is not there. Raises TimeoutError when processes do not die (one stuck in the kernel cannot)."""

@@ -45,6 +45,7 @@ PATH_DEFAULT = b"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 MAX_PASSWD_BYTES = 1 << 20
 
 step = "start"  # where the child is, for the report; a module variable, because every step sets it
+channel = -1  # the descriptor of the report, which moves as the others are put in order
 
 
 class StartError(Exception):
@@ -53,36 +54,45 @@ class StartError(Exception):
 
 def run_child(report: int, body: Any, *args: Any) -> NoReturn:
     """Run `body`, report what goes wrong, never return."""
+    global channel
+    channel = report
     try:
-        body(report, *args)
-        send_report(report, marshal.dumps((step, 0, "ended without exec")))
+        body(*args)
+        tell(marshal.dumps((step, 0, "ended without exec")))
     except StartError as error:
-        send_report(report, marshal.dumps((step, error.args[0], error.args[1])))
+        tell(marshal.dumps((step, error.args[0], error.args[1])))
     except OSError as error:
-        name = f": {os.fsencode(error.filename)!r}" if isinstance(error.filename, str | bytes) else ""
-        send_report(report, marshal.dumps((step, error.errno or 0, f"{error.strerror}{name}")))
+        name = f": {os.fsdecode(error.filename)}" if isinstance(error.filename, str | bytes) else ""
+        tell(marshal.dumps((step, error.errno or 0, f"{error.strerror}{name}")))
     except BaseException as error:  # a bug of ours: it must reach the edge's log, and the child must not return
-        send_report(report, marshal.dumps((step, 0, f"{type(error).__name__}: {error}")))
+        tell(marshal.dumps((step, 0, f"{type(error).__name__}: {error}")))
     finally:
         os._exit(127)
 
 
-def send_report(report: int, data: bytes) -> None:
+def tell(data: bytes, *fds: int) -> None:
+    """Send a report. When the spawner is gone there is nobody to tell."""
     try:
-        os.write(report, data)
+        if fds:
+            with socket.socket(fileno=os.dup(channel)) as sock:
+                socket.send_fds(sock, [data], fds)
+        else:
+            os.write(channel, data)
     except OSError:
-        pass  # the spawner is gone: there is nobody to tell
+        pass
 
 
-def keep(wanted: list[int]) -> list[int]:
-    """Move `wanted` to 3, 4, … in order, close-on-exec, and close every other descriptor above 2."""
-    floor = FIRST_KEPT + len(wanted)
-    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, floor) for fd in wanted]
-    for number, fd in enumerate(high):
-        os.dup2(fd, FIRST_KEPT + number, inheritable=False)
-    os.closerange(0, 3)
+def keep(*wanted: int) -> list[int]:
+    """Move the report's channel and `wanted` to 3, 4, … in order, close-on-exec, and close every other descriptor."""
+    global channel
+    floor = FIRST_KEPT + 1 + len(wanted)
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, floor) for fd in (channel, *wanted)]
+    for number, fd in enumerate(high, FIRST_KEPT):
+        os.dup2(fd, number, inheritable=False)
+    channel = FIRST_KEPT
+    os.closerange(0, FIRST_KEPT)
     syscalls.close_range(floor)
-    return list(range(FIRST_KEPT, floor))
+    return list(range(FIRST_KEPT + 1, floor))
 
 
 def restrict(plan: Plan, profile: bytes) -> None:
@@ -98,14 +108,13 @@ def restrict(plan: Plan, profile: bytes) -> None:
 # --- a new sandbox -------------------------------------------------------------------------------------------------
 
 
-def enter_sandbox(report: int, plan: Plan, profile: bytes, sync: int, init: int) -> None:
+def enter_sandbox(plan: Plan, profile: bytes, sync: int, init: int) -> None:
     """Become PID 1 of a new sandbox. Born in all its namespaces but the cgroup one; the parent sends root and /dev over `sync`."""
     global step
-    report, sync, init = keep([report, sync, init])
+    sync, init = keep(sync, init)
     step = "wait for the root file system"
-    channel = socket.socket(fileno=sync)
-    data, received, _, _ = socket.recv_fds(channel, 16, 2)
-    channel.close()
+    with socket.socket(fileno=sync) as parent:
+        data, received, _, _ = socket.recv_fds(parent, 16, 2)
     if data != b"go":
         os._exit(126)  # the spawner gave up or died
     root, dev = received
@@ -144,7 +153,7 @@ def enter_sandbox(report: int, plan: Plan, profile: bytes, sync: int, init: int)
     capabilities.drop_bounding(plan["capabilities"])
     restrict(plan, profile)
     step = "exec"
-    os.write(report, b"ok")
+    tell(b"ok")
     syscalls.execveat(init, b"", [b"init"], [], abi.AT_EMPTY_PATH)
 
 
@@ -191,16 +200,20 @@ def mask(root: int, dev: int, masked: list[bytes], read_only: list[bytes]) -> No
 # --- a command in a sandbox ----------------------------------------------------------------------------------------
 
 
-def enter_command(report: int, plan: Plan, profile: bytes, sandbox: int, stdio: list[int], passed: list[bool]) -> None:
+def enter_command(plan: Plan, profile: bytes, sandbox: int, stdio: list[int], passed: list[bool]) -> None:
     """Become the command. `sandbox` is a pidfd of its PID 1; `passed[i]` says whether descriptor i of the command was given in `stdio`."""
-    global step
-    report, sandbox, *given = keep([report, sandbox, *stdio])
+    global step, channel
+    sandbox, *given = keep(sandbox, *stdio)
     step = "join the cgroups"
     procfs.write(procfs.path_of("self", "oom_score_adj"), b"500")
     cgroups.join(plan["join"])
     step = "join the sandbox"
     syscalls.setns(sandbox, JOINED_NAMESPACES)
     os.close(sandbox)
+    # The host's root is nobody in here, and what it opened (a terminal) could be given to no user: be the sandbox's root first.
+    os.setgroups([])
+    os.setresgid(0, 0, 0)
+    os.setresuid(0, 0, 0)
     os.setsid()
     os.umask(0o022)
     step = "find the user"
@@ -216,7 +229,7 @@ def enter_command(report: int, plan: Plan, profile: bytes, sandbox: int, stdio: 
     # Upwards first, so that no target overwrites a source that is still needed.
     floor = FIRST_KEPT + len(given) + len(numbered) + 8
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, floor) for fd in numbered]
-    report = fcntl.fcntl(report, fcntl.F_DUPFD_CLOEXEC, floor)
+    channel = fcntl.fcntl(channel, fcntl.F_DUPFD_CLOEXEC, floor)
     if terminal >= 0:
         terminal = fcntl.fcntl(terminal, fcntl.F_DUPFD_CLOEXEC, floor)
     os.closerange(FIRST_KEPT, floor)
@@ -247,12 +260,9 @@ def enter_command(report: int, plan: Plan, profile: bytes, sandbox: int, stdio: 
         signal.signal(number, signal.SIG_DFL)  # Python and the spawner ignore them, and exec would pass that on
     step = "exec"
     if terminal >= 0:
-        channel = socket.socket(fileno=report)
-        socket.send_fds(channel, [b"ok"], [terminal])
-        report = channel.detach()
-        os.close(terminal)
+        tell(b"ok", terminal)
     else:
-        os.write(report, b"ok")
+        tell(b"ok")
     exec_program(plan["argv"], environment)
 
 

@@ -78,6 +78,7 @@ class ContainerBackend:
         if self._spawner is not None:
             await self._spawner.close()
             self._spawner = None
+        self.hierarchies.group(edge_group(self.edge_id)).remove_if_empty()
 
     # --- layers ----------------------------------------------------------------------------------------------------
 
