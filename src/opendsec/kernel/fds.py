@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 BENEATH = abi.RESOLVE_IN_ROOT | abi.RESOLVE_NO_MAGICLINKS
 MAX_RACES = 1000
+MFD_NOEXEC_SEAL, MFD_EXEC = 0x8, 0x10
 SCM_MAX_FD = 253
 """Most descriptors the kernel carries in one message."""
 
@@ -107,9 +108,15 @@ def pipe_size(fd: int) -> int:
     return fcntl.fcntl(fd, abi.F_GETPIPE_SZ)
 
 
-def sealed_memfd(name: str, data: bytes) -> int:
-    """An anonymous file that holds `data` and can no longer be changed by anybody."""
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+def sealed_memfd(name: str, data: bytes, *, executable: bool = False) -> int:
+    """An anonymous file that holds `data` and can no longer be changed by anybody. Not `executable`: nor executed."""
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        fd = os.memfd_create(name, flags | (MFD_EXEC if executable else MFD_NOEXEC_SEAL))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fd = os.memfd_create(name, flags)  # before 6.3 every memfd is executable
     try:
         view = memoryview(data)
         while view:
