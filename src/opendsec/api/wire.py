@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TypeVar
 
 import msgspec
@@ -44,11 +45,23 @@ def decode(data: bytes, kind: type[T]) -> T:
     try:
         return _decode(data, kind)
     except msgspec.ValidationError as error:
-        match = _WHERE.match(str(error))
-        assert match is not None  # the pattern matches any text
-        raise InvalidRequest(match["what"], field=match["where"] or "body") from None
+        raise _invalid(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"is not valid JSON: {error}", field="body") from None
+
+
+def convert(fields: Mapping[str, object], kind: type[T]) -> T:
+    """`kind` made of its `fields` as a Python caller gave them, their types verified. Raises InvalidRequest with the field."""
+    try:
+        return msgspec.convert(fields, kind, builtin_types=(bytes,))
+    except msgspec.ValidationError as error:
+        raise _invalid(error) from None
+
+
+def _invalid(error: msgspec.ValidationError) -> InvalidRequest:
+    match = _WHERE.match(str(error))
+    assert match is not None  # the pattern matches any text
+    return InvalidRequest(match["what"], field=match["where"] or "body")
 
 
 def encode_error(error: OpenDSecError) -> bytes:

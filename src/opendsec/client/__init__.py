@@ -1,2 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SDK and command line. May import: opendsec.api, and nothing of the node."""
+"""The SDK and the command line. Meets the edge on the wire only: may import opendsec.api, msgspec, httpx, Typer and Rich.
+
+_core.py       building requests and reading answers; no I/O
+transport.py   the one seam: how a request reaches an edge (TCP and in-process by httpx); unix.py: the local socket
+launch.py      starting the local edge
+link.py        transport, retries and errors together
+aio.py         Client and Sandbox; processes.py, files.py, images.py, transfer.py: what hangs on them
+results.py     Result and StreamEvent
+sync.py        the same classes for programs without an event loop
+rollout/       tasks run and judged in bulk
+cli/           the command `dsec`, one file a command
+"""
