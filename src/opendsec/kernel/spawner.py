@@ -76,9 +76,10 @@ class Spawner:
     def serve(self) -> None:
         """Until the edge goes away."""
         while True:
-            for fd, _events in self.poll.poll():
+            for fd, events in self.poll.poll():
                 if fd == self.control.fileno():
-                    if not self.receive():
+                    # A dead edge's last requests may still be queued. Its successor is taking stock: make nothing more.
+                    if events & (select.EPOLLHUP | select.EPOLLERR) or not self.receive():
                         return
                 elif fd == self.wake:
                     os.read(self.wake, 4096)

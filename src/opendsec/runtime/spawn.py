@@ -71,14 +71,17 @@ class Spawner:
         self._loop.add_reader(self._pidfd, self._fail, "the spawner died")
 
     @classmethod
-    async def start(cls, init: Path) -> Spawner:
-        """Fork the spawner from this process, hand it the program of PID 1, and wait until it is ready."""
+    async def start(cls, init: Path, hold: Sequence[int] = ()) -> Spawner:
+        """Fork the spawner from this process, hand it the program of PID 1, and wait until it is ready.
+
+        It keeps `hold` open as long as it lives: the edge's lock, so that a new edge waits for the spawner of the last to be gone.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             os.set_inheritable(theirs.fileno(), True)
             process = subprocess.Popen(
                 [sys.executable, "-SI", "-c", START, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *hold],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,

@@ -34,12 +34,13 @@ class ContainerBackend:
 
     name = NAME
 
-    def __init__(self, *, edge_id: str, scratch: ScratchDriver, staging: Path, init: Path = INIT) -> None:
+    def __init__(self, *, edge_id: str, scratch: ScratchDriver, staging: Path, init: Path = INIT, hold: Sequence[int] = ()) -> None:
         self.edge_id = edge_id
         self.scratch = scratch
         self.hierarchies = cgroups.discover()
         self._staging = staging
         self._init = init
+        self._hold = tuple(hold)  # descriptors the spawner keeps open: see Spawner.start
         self._spawner: Spawner | None = None
         self._starting = asyncio.Lock()
         self._mounting: dict[str, asyncio.Future[None]] = {}  # digest → the mount, once asked for, of the present spawner
@@ -69,7 +70,7 @@ class ContainerBackend:
                 if self._spawner is not None:
                     await self._spawner.close()
                 self._mounting.clear()
-                spawner = await Spawner.start(self._init)
+                spawner = await Spawner.start(self._init, self._hold)
                 await spawner.call("profile", {"name": PROFILE_NAME, "program": self._program})
                 self._spawner = spawner
         return self._spawner
