@@ -14,6 +14,8 @@ from hypothesis import HealthCheck, settings
 
 from tests import leaks
 
+pytest_plugins = ["tests.images"]
+
 settings.register_profile("default", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fuzz", max_examples=20_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
