@@ -28,21 +28,14 @@ import os
 import select
 import time
 
-from opendsec.kernel import abi, procfs, syscalls
+from opendsec.kernel import abi, cgroup_files, procfs, syscalls
+from opendsec.kernel.cgroup_files import CONTROLLERS, parse_flat
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
-    Limit = int | float | None
-
-CONTROLLERS = ("memory", "cpu", "pids")
-LIMITS = ("memory_bytes", "cpu_cores", "cpu_weight", "pids")
-"""Keys of a limits mapping: bytes (no swap on top), cores (0.5 is half of one), weight 1 to 10,000 (default 100),
-number of processes and threads. A value of None lifts the limit."""
-
-PERIOD_US = 100_000
-"""Length of the CPU quota's period."""
+    from opendsec.kernel.cgroup_files import Limit
 
 
 class Hierarchies:
@@ -109,37 +102,6 @@ def discover() -> Hierarchies:
             where = os.fsdecode(mount.mount_point)
             offered[where] = procfs.read(f"{where}/cgroup.controllers").decode("ascii", "replace")
     return find_hierarchies(mounts, offered)
-
-
-class Usage:
-    """What a group uses now. None: this kernel does not say."""
-
-    __slots__ = ("cpu_us", "memory_bytes", "memory_peak_bytes", "pids")
-
-    def __init__(self, memory_bytes: int | None, memory_peak_bytes: int | None, cpu_us: int | None, pids: int | None) -> None:
-        self.memory_bytes, self.memory_peak_bytes, self.cpu_us, self.pids = memory_bytes, memory_peak_bytes, cpu_us, pids
-
-
-class Events:
-    """What happened to a group since it was made. Counts only grow; without the controller they stay 0."""
-
-    __slots__ = ("cpu_throttled", "cpu_throttled_us", "memory_max_hits", "oom_kills", "pids_max_hits")
-
-    def __init__(self) -> None:
-        self.oom_kills = self.memory_max_hits = self.pids_max_hits = self.cpu_throttled = self.cpu_throttled_us = 0
-
-
-def parse_flat(data: bytes) -> dict[str, int]:
-    """A flat-keyed file (`name number` a line); lines of another shape are passed over."""
-    fields = {}
-    for line in data.split(b"\n"):
-        words = line.split()
-        if len(words) == 2:
-            try:
-                fields[words[0].decode("ascii", "replace")] = int(words[1])
-            except ValueError:
-                continue
-    return fields
 
 
 def check_name(name: str) -> str:
@@ -313,6 +275,9 @@ class Group:
                 if error.errno not in (errno.EBUSY, errno.ENOTEMPTY):
                     raise
             try:
+                if "cpu" in self._homes:
+                    # A throttled process cannot run, so not die either, before the next period begins.
+                    cgroup_files.set_limits(self._homes, {"cpu_cores": None})
                 self.kill(timeout_s=deadline - time.monotonic())
                 self.wait_empty(deadline - time.monotonic())
             except FileNotFoundError:
@@ -331,7 +296,10 @@ class Group:
                 if error.errno != errno.EBUSY:
                     raise
             _check(deadline, path)
-            _kill_and_wait(_read_pids(path), deadline, path)
+            pids = _read_pids(path)
+            _kill_all(pids)
+            _wait_exits(pids, deadline, path)
+            os.sched_yield()  # an exit that is not quite over keeps the directory busy a little longer
 
     def kill(self, timeout_s: float = 10.0) -> None:
         """SIGKILL to every process in the tree group and below, also those being forked just now. Does not wait.
@@ -351,11 +319,7 @@ class Group:
         try:
             killed: set[int] = set()
             while fresh := set(self.procs()) - killed:
-                for pid in fresh:
-                    try:
-                        os.kill(pid, abi.SIGKILL)
-                    except ProcessLookupError:
-                        pass
+                _kill_all(fresh)
                 killed |= fresh
         finally:
             try:
@@ -434,118 +398,30 @@ class Group:
 
     # --- limits and readings
 
-    def _home(self, controller: str) -> tuple[int, str]:
-        owner = self._owner or self
-        home = owner._homes.get(controller)
-        if home is None:
-            raise OSError(errno.ENOTSUP, f"no cgroup hierarchy has the {controller} controller", self.name)
-        return home
-
-    def update(self, limits: Mapping[str, Limit]) -> None:
-        """Set the limits given (see `LIMITS`), also while processes run; the others stay. Lowering memory below what is in
-        use reclaims first; what cannot be reclaimed is EBUSY on v1 and an OOM kill on v2."""
+    def _limited(self) -> dict[str, tuple[int, str]]:
         if self._owner is not None:
             raise ValueError("limits belong to the sandbox's group, not to its children")
-        unknown = [key for key in limits if key not in LIMITS]
-        if unknown:
-            raise ValueError(f"unknown limits: {', '.join(unknown)}")
-        if "memory_bytes" in limits:
-            self._set_memory(limits["memory_bytes"])
-        if "pids" in limits:
-            _, path = self._home("pids")
-            procfs.write(f"{path}/pids.max", "max" if limits["pids"] is None else str(int(limits["pids"])))
-        if "cpu_cores" in limits:
-            self._set_quota(limits["cpu_cores"])
-        if "cpu_weight" in limits:
-            weight = 100 if limits["cpu_weight"] is None else int(limits["cpu_weight"])
-            if not 1 <= weight <= 10_000:
-                raise ValueError(f"cpu_weight is 1 to 10000, not {weight}")
-            version, path = self._home("cpu")
-            if version == 2:
-                procfs.write(f"{path}/cpu.weight", str(weight))
-            else:
-                procfs.write(f"{path}/cpu.shares", str(max(2, weight * 1024 // 100)))
+        return self._homes
 
-    def _set_memory(self, value: Limit) -> None:
-        version, path = self._home("memory")
-        if version == 2:
-            procfs.write(f"{path}/memory.max", "max" if value is None else str(int(value)))
-            try:
-                procfs.write(f"{path}/memory.swap.max", "max" if value is None else "0")
-            except FileNotFoundError:
-                pass  # no swap in this kernel
-            return
-        text = "-1" if value is None else str(int(value))
-        both, memory = f"{path}/memory.memsw.limit_in_bytes", f"{path}/memory.limit_in_bytes"
-        swap_counted = os.path.exists(both)
-        # memory <= memory+swap must hold in between as well, so a rise goes in the other order.
-        try:
-            procfs.write(memory, text)
-        except OSError as error:
-            if error.errno != errno.EINVAL or not swap_counted:
-                raise
-            procfs.write(both, text)
-            procfs.write(memory, text)
-        else:
-            if swap_counted:
-                procfs.write(both, text)
+    def update(self, limits: Mapping[str, Limit]) -> None:
+        """Set the limits given (see `cgroup_files.LIMITS`), also while processes run; the others stay. Lowering memory below what is in
+        use reclaims first; what cannot be reclaimed is EBUSY on v1 and an OOM kill on v2."""
+        cgroup_files.set_limits(self._limited(), limits)
 
-    def _set_quota(self, cores: Limit) -> None:
-        version, path = self._home("cpu")
-        if cores is not None and not cores > 0:
-            raise ValueError(f"cpu_cores is above 0, not {cores}")
-        # The kernel's least quota is 1 ms a period.
-        quota = None if cores is None else max(1000, int(cores * PERIOD_US))
-        if version == 2:
-            procfs.write(f"{path}/cpu.max", f"{'max' if quota is None else quota} {PERIOD_US}")
-        else:
-            procfs.write(f"{path}/cpu.cfs_period_us", str(PERIOD_US))
-            procfs.write(f"{path}/cpu.cfs_quota_us", "-1" if quota is None else str(quota))
-
-    def usage(self) -> Usage:
+    def usage(self) -> cgroup_files.Usage:
         """What the group uses now. For a child: its CPU time and processes only."""
-        cpu_us = self._cpu_us()
-        if self._owner is not None:
-            return Usage(None, None, cpu_us, len(self.procs()))
-        memory = peak = pids = None
-        if "memory" in self._homes:
-            version, path = self._homes["memory"]
-            names = ("memory.current", "memory.peak") if version == 2 else ("memory.usage_in_bytes", "memory.max_usage_in_bytes")
-            memory, peak = (_read_int(f"{path}/{name}") for name in names)
-        if "pids" in self._homes:
-            pids = _read_int(f"{self._homes['pids'][1]}/pids.current")
-        return Usage(memory, peak, cpu_us, pids)
+        return cgroup_files.Usage(self._homes, self._cpu_us(), self.procs)
 
     def _cpu_us(self) -> int | None:
         if self.hierarchies.v2 is not None:
             # Every v2 group accounts CPU time, with or without the controller.
             return parse_flat(procfs.read(f"{self.tree_path}/cpu.stat")).get("usage_usec")
         home = self._homes.get("cpuacct")
-        spent = _read_int(f"{home[1]}/cpuacct.usage") if home else None
-        return None if spent is None else spent // 1000
+        return None if home is None else int(procfs.read(f"{home[1]}/cpuacct.usage")) // 1000
 
-    def events(self) -> Events:
+    def events(self) -> cgroup_files.Events:
         """What the limits did so far."""
-        if self._owner is not None:
-            raise ValueError("events belong to the sandbox's group, not to its children")
-        events = Events()
-        if "memory" in self._homes:
-            version, path = self._homes["memory"]
-            if version == 2:
-                fields = parse_flat(procfs.read(f"{path}/memory.events"))
-                events.oom_kills, events.memory_max_hits = fields.get("oom_kill", 0), fields.get("max", 0)
-            else:
-                events.oom_kills = parse_flat(procfs.read(f"{path}/memory.oom_control")).get("oom_kill", 0)
-                # With swap forbidden, memory+swap refuses first and counts nothing; but no OOM kill comes without a refusal.
-                events.memory_max_hits = max(_read_int(f"{path}/memory.failcnt") or 0, events.oom_kills)
-        if "pids" in self._homes:
-            events.pids_max_hits = parse_flat(procfs.read(f"{self._homes['pids'][1]}/pids.events")).get("max", 0)
-        if "cpu" in self._homes:
-            version, path = self._homes["cpu"]
-            fields = parse_flat(procfs.read(f"{path}/cpu.stat"))
-            events.cpu_throttled = fields.get("nr_throttled", 0)
-            events.cpu_throttled_us = fields.get("throttled_usec", 0) if version == 2 else fields.get("throttled_time", 0) // 1000
-        return events
+        return cgroup_files.Events(self._limited())
 
 
 def _check(deadline: float, path: str) -> None:
@@ -562,19 +438,12 @@ def _read_pids(path: str) -> list[int]:
     return [int(line) for line in procfs.read(f"{path}/cgroup.procs").split()]
 
 
-def _read_int(path: str) -> int | None:
-    try:
-        return int(procfs.read(path))
-    except FileNotFoundError:
-        return None
-
-
 def _wait_exits(pids: list[int], deadline: float, path: str) -> None:
     """Until every one of these has exited, by pidfds. What is in the group afterwards is for the caller to look at."""
     poller = select.poll()
     waiting: set[int] = set()
     try:
-        for pid in pids:
+        for pid in filter(None, pids):
             try:
                 fd = syscalls.pidfd_open(pid)
             except ProcessLookupError:
@@ -592,10 +461,11 @@ def _wait_exits(pids: list[int], deadline: float, path: str) -> None:
             os.close(fd)
 
 
-def _kill_and_wait(pids: list[int], deadline: float, path: str) -> None:
+def _kill_all(pids: Iterable[int]) -> None:
     for pid in pids:
+        if pid == 0:
+            continue  # of a pid namespace that we do not see; kill(0) would be our own process group
         try:
             os.kill(pid, abi.SIGKILL)
         except ProcessLookupError:
             pass
-    _wait_exits(pids, deadline, path)

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from opendsec.kernel import (
     abi,
     btrfs,
+    cgroup_files,
     cgroups,
     fds,
     landlock,
@@ -524,7 +525,7 @@ def _cgroup_limits(scratch: str) -> str:
     _need(not hierarchies.missing, f"no hierarchy offers {', '.join(hierarchies.missing)}")
     with _group({"memory_bytes": 64 << 20, "cpu_cores": 1, "cpu_weight": 100, "pids": 100}):
         pass
-    return ", ".join(f"{name} on v{hierarchies.homes[name][0]}" for name in cgroups.CONTROLLERS)
+    return ", ".join(f"{name} on v{hierarchies.homes[name][0]}" for name in cgroup_files.CONTROLLERS)
 
 
 @_feature("cgroup_v2", "killing and freezing whole process trees, child groups for each command", "the v1 freezer is used, more slowly")
