@@ -26,6 +26,7 @@ import opendsec as od
 from benchmarks.report import Report, percentile
 from benchmarks.support import IMAGE, bench_edge, image_layers
 from opendsec.kernel import abi, mounts, procfs, syscalls
+from tests.images import base_store
 
 IDLE = {"memory": "16MiB", "disk": "4MiB", "cpu": 1.0}  # small promises, so that 1,000 fit what the edge may promise
 MIB = 1 << 20
@@ -180,10 +181,10 @@ async def density(client: od.Client, report: Report, count: int) -> None:
     report.add("container.idle_1000.unusable", unusable)
 
 
-async def measure(*, quick: bool) -> Report:
+async def measure(images: Path, *, quick: bool) -> Report:
     report = Report("container", {"bwrap": version("bwrap"), "crun": version("crun")})
-    async with bench_edge() as client:
-        with root_directory(image_layers()) as root:
+    async with bench_edge(images) as client:
+        with root_directory(image_layers(images)) as root:
             await latencies(client, report, root, 30 if quick else 200)
         await burst(client, report, 300, 1 if quick else 5)
         await density(client, report, 1000)
@@ -204,7 +205,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="fewer samples, within 60 s")
     parser.add_argument("--plot", type=Path, help="draw the latencies into this PNG file")
     options = parser.parse_args(arguments)
-    report = asyncio.run(measure(quick=options.quick))
+    report = asyncio.run(measure(base_store(), quick=options.quick))
     report.print(as_json=options.json)
     if options.plot is not None:
         report.plot(options.plot)

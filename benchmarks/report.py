@@ -62,7 +62,9 @@ class Report:
             print(json.dumps(self.document(), indent=1))
             return
         for result in self.results:
-            bound = "" if result["bound"] is None else f"  {result['relation']} {result['bound']:g}  {'ok' if result['holds'] else 'MISSED'}"
+            bound = (
+                "" if result["bound"] is None else f"  {result['relation']} {result['bound']:g}  {'ok' if result['holds'] else 'MISSED'}"
+            )
             print(f"{result['name']:<44} {result['value']:>12} {result['unit']}{bound}")
 
     def plot(self, path: Path) -> None:

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An edge for a benchmark: its own state and run directories, the tests' base image, gone afterwards."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import opendsec as od
+from opendsec.images.store import ImageStore
+from tests.images import BASE, link_store
+
+IMAGE = BASE
+
+
+def image_layers(images: Path) -> list[tuple[Path, Path]]:
+    """(metadata, data) files of the base image's layers, lowest first."""
+    return [(layer.meta, layer.data) for layer in ImageStore(images).resolve(IMAGE).layers]
+
+
+@asynccontextmanager
+async def bench_edge(images: Path) -> AsyncIterator[od.Client]:
+    """A client of a fresh edge that has the images of the store at `images`."""
+    folder = Path(tempfile.mkdtemp(prefix="dsec-bench-", dir="/var/tmp"))
+    try:
+        link_store(images, folder / "state" / "images")
+        async with od.Client(run_dir=folder / "run", state_dir=folder / "state") as client:
+            try:
+                yield client
+            finally:
+                await client.shutdown(kill=True)
+    finally:
+        shutil.rmtree(folder)
