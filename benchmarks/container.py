@@ -28,7 +28,7 @@ from benchmarks.support import IMAGE, bench_edge, image_layers
 from opendsec.kernel import abi, mounts, procfs, syscalls
 from tests.images import base_store
 
-IDLE = {"memory": "16MiB", "disk": "4MiB", "cpu": 1.0}  # small promises, so that 1,000 fit what the edge may promise
+IDLE = od.Container(image=IMAGE, memory="16MiB", disk="4MiB")  # small promises, so that 1,000 fit what the edge may promise
 MIB = 1 << 20
 
 
@@ -133,7 +133,7 @@ async def burst(client: od.Client, report: Report, count: int, repetitions: int)
     rates, lost = [], 0
     for _ in range(repetitions):
         began = time.perf_counter()
-        boxes = await client.create_many(od.Container(image=IMAGE, **IDLE), count)
+        boxes = await client.create_many(IDLE, count)
         rates.append(count / (time.perf_counter() - began))
         alive = [box for box in boxes if isinstance(box, od.Sandbox)]
         lost += count - len(alive)
@@ -162,7 +162,7 @@ async def density(client: od.Client, report: Report, count: int) -> None:
     before, edge_before = used_memory(), process_memory(info.pid)
     boxes: list[od.Sandbox] = []
     while len(boxes) < count:
-        made = await client.create_many(od.Container(image=IMAGE, **IDLE), min(200, count - len(boxes)))
+        made = await client.create_many(IDLE, min(200, count - len(boxes)))
         failed = [box for box in made if not isinstance(box, od.Sandbox)]
         if failed:
             raise RuntimeError(f"cannot fill up: {failed[0]}")

@@ -69,9 +69,9 @@ def _bound(number: int, header: list[str], cells: list[str]) -> Bound:
     name = row["name"].strip("`")
     if not _NAME.fullmatch(name):
         raise SpecificationError(f"{number}: {name!r} is not a dotted lower-case name")
-    relation = row["relation"].strip("`")
-    if relation != "<=" and relation != ">=":
-        raise SpecificationError(f"{number}: the relation is {relation!r}, not <= or >=")
+    relation: Relation = ">=" if row["relation"].strip("`") == ">=" else "<="
+    if relation != row["relation"].strip("`"):
+        raise SpecificationError(f"{number}: the relation is {row['relation']!r}, not <= or >=")
     try:
         bound = float(row["bound"].replace(",", ""))
     except ValueError:

@@ -65,7 +65,7 @@ def rollout(work: Path, name: str, *, run_dir: Path, parallel: int) -> bool:
     results = work / f"{name}.results.jsonl"
     results.unlink(missing_ok=True)
     dsec = Path(sys.executable).with_name("dsec")
-    command = [dsec, "rollout", work / f"{name}.jsonl", "--parallel", str(parallel), "--out", results]
+    command = [str(dsec), "rollout", str(work / f"{name}.jsonl"), "--parallel", str(parallel), "--out", str(results)]
     return (
         subprocess.run(command, env={"OPENDSEC_RUN_DIR": str(run_dir), "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}, check=False).returncode
         == 0
