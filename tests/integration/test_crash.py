@@ -111,10 +111,12 @@ async def one_round(edge: EdgeProcess, veterans: list[od.Sandbox], turn: int, rn
             lines = (await box.run(["grep", "-cxF", action, "/log"])).stdout.strip()
             if (again.process_id, again.stdout, lines) != (recorded[action], f"{action}\n", "1"):
                 tally.add("edge.crash.replayed", f"round {turn}: {action}: {again}, run {lines} times")
+        for veteran in veterans:
+            await client.sandbox(veteran.id).files.write(f"/over/{turn}", "", parents=True)
         cut = await asyncio.gather(*(box_run(client.sandbox(veterans[number % VETERANS].id), turn, number) for number in range(COMMANDS)))
         for number, result in enumerate(cut):
-            # One that never reached the edge may run now, and is ended by its own time limit; one that began must not begin again.
-            if result.outcome not in ("unknown", "timed_out"):
+            # One that never reached the edge runs now, for the first time, and ends at once; one that began must not begin again.
+            if result.outcome not in ("unknown", "exited"):
                 tally.add("edge.crash.misreported", f"round {turn}: command {number}: {result}")
         begun = Counter("".join([(await client.sandbox(box.id).run(["cat", "/begun"])).stdout for box in veterans]).split())
         for number in range(COMMANDS):
@@ -124,9 +126,8 @@ async def one_round(edge: EdgeProcess, veterans: list[od.Sandbox], turn: int, rn
 
 
 async def box_run(box: od.Sandbox, turn: int, number: int) -> od.Result:
-    """Writes that it began, then waits for ever: the first time for the crash, a second time (which should not be) for its time limit."""
-    action = f"cut/{turn}/{number}"
-    return await box.run(f"echo {turn}/{number} >> /begun; exec sleep 1000", action_id=action, timeout_s=60)
+    """Writes that it began, then waits for the crash, unless that is over."""
+    return await box.run(f"echo {turn}/{number} >> /begun; [ -e /over/{turn} ] || exec sleep 1000", action_id=f"cut/{turn}/{number}")
 
 
 async def seen(client: od.Client, after: int, *, started: int, created: int) -> None:
@@ -143,10 +144,9 @@ async def check_burst(client: od.Client, burst_id: str, turn: int, tally: Tally)
     before = {box.id for box in await client.list()}
     slots = await client.create_many(SMALL, BURST, action_id=burst_id)
     made = [slot for slot in slots if isinstance(slot, od.Sandbox)]
-    if fresh := {box.id for box in made} - before:
-        # Right only if the request was lost whole before the crash: then it is a first one now.
-        if len(fresh) != BURST:
-            tally.add("edge.crash.replayed", f"round {turn}: the burst made {len(fresh)} new sandboxes when repeated")
+    fresh = {box.id for box in made} - before
+    if fresh and len(fresh) != BURST:  # all of them: then the request had not reached the edge, and is a first one now
+        tally.add("edge.crash.replayed", f"round {turn}: the burst made {len(fresh)} new sandboxes when repeated")
     for box in made:
         info = await box.refresh()
         if info.state == "running" and (await box.run(["true"])).exit_code != 0:
