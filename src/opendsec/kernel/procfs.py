@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     Pid = int | str
 
 PROC = "/proc"
+PF_EXITING = 0x4  # a flag of /proc/<pid>/stat: include/linux/sched.h
 
 
 def read(path: str) -> bytes:
@@ -59,7 +60,7 @@ def fd_path(fd: int) -> str:
 class Stat:
     """The fields of /proc/<pid>/stat that we use. Times in clock ticks (`os.sysconf("SC_CLK_TCK")` a second)."""
 
-    __slots__ = ("comm", "pgrp", "pid", "ppid", "session", "start_time", "state", "threads", "tty")
+    __slots__ = ("comm", "flags", "pgrp", "pid", "ppid", "session", "start_time", "state", "threads", "tty")
 
     def __init__(self, data: bytes) -> None:
         # The name is between the first "(" and the LAST ")": it may itself hold brackets, spaces and line ends.
@@ -71,12 +72,23 @@ class Stat:
         self.comm = data[opening + 1 : closing]
         self.state = fields[0].decode("ascii", "replace")
         self.ppid, self.pgrp, self.session, self.tty = (int(field) for field in fields[1:5])
+        self.flags = int(fields[6])
         self.threads = int(fields[17])
         self.start_time = int(fields[19])
 
 
 def stat(pid: Pid) -> Stat:
     return Stat(read(path_of(pid, "stat")))
+
+
+def is_exiting(pid: Pid, start_time: int) -> bool:
+    """Whether the process that started then has begun to exit, or is gone. The first process of a pid namespace bears the flag before the
+    kernel kills the others, and cannot be waited for until they are gone."""
+    try:
+        now = stat(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return now.start_time != start_time or bool(now.flags & PF_EXITING)
 
 
 def pid_start_time(pid: Pid) -> int:

@@ -178,9 +178,16 @@ class Handle(Protocol):
 
     @property
     def files(self) -> FileAccess: ...
-    async def exec(self, plan: ExecPlan, *, stdin: int | None, stdout: int | None, stderr: int | None) -> Running:
-        """Start a command. The descriptors become its 0, 1, 2 (None: /dev/null; all None with a terminal); the caller keeps and closes its
-        own copies. A command that cannot start is a Running whose `exited` says `not_started`. Raises SandboxLost, Unavailable."""
+    def alive(self) -> bool:
+        """Whether PID 1 still runs. False from the moment it begins to exit, which is before the kernel kills the rest of the sandbox and
+        long before `died` is done: so a command that was killed with its sandbox can be told from one that was killed alone."""
+
+    async def exec(
+        self, plan: ExecPlan, *, stdin: int | None, stdout: int | None, stderr: int | None, extra: Sequence[int] = ()
+    ) -> Running:
+        """Start a command. The descriptors become its 0, 1, 2 (None: /dev/null; all None with a terminal), those of `extra` its 3, 4, …;
+        the caller keeps and closes its own copies. A command that cannot start is a Running whose `exited` says `not_started`.
+        Raises SandboxLost, Unavailable."""
 
     def counters(self) -> Counters: ...
     def usage(self) -> Usage: ...

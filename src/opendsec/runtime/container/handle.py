@@ -56,6 +56,9 @@ class ContainerHandle:
         if self.died.done() or self._destroying is not None:
             raise SandboxLost("the sandbox has ended")
 
+    def alive(self) -> bool:
+        return not self.died.done() and not procfs.is_exiting(self.record.pid, self.record.start_time)
+
     def open_root(self) -> int:
         """An O_PATH descriptor of the root directory; the caller closes it. Raises SandboxLost."""
         self._check_alive()
