@@ -180,10 +180,8 @@ def mask(root: int, dev: int, masked: list[bytes], read_only: list[bytes]) -> No
             target = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root)
         except FileNotFoundError:
             continue
-        if stat.S_ISDIR(os.fstat(target).st_mode):
-            cover = mounts.tmpfs(4096, 1, 0o555, attrs=mounts.QUIET | abi.MOUNT_ATTR_RDONLY)
-        else:
-            cover = mounts.clone(dev, b"null")
+        # A directory is covered by the empty one beneath /dev/shm: a new tmpfs would cost more than all the rest.
+        cover = mounts.clone(dev, b"shm" if stat.S_ISDIR(os.fstat(target).st_mode) else b"null")
         mounts.attach(cover, target)
         os.close(cover)
         os.close(target)
