@@ -29,7 +29,7 @@ THIRD_PARTY = {
     "observe": {"msgspec", "structlog"},
     "edge": {"msgspec", "starlette", "uvicorn", "uvloop", "httptools", "structlog"},
     "client": {"msgspec", "httpx", "typer", "click", "rich"},
-    "testing": {"msgspec", "httpx", "starlette", "pytest", "hypothesis"},
+    "testing": {"msgspec", "httpx", "starlette", "uvicorn", "pytest", "hypothesis"},
 }
 
 KERNEL_LITERALS = ("/proc/", "/sys/fs/cgroup")

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The client's contract suite over the fake edge, by both transports."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import httpx
+import pytest
+
+from opendsec.client.aio import Client
+from opendsec.client.transport import HttpxTransport
+from opendsec.testing.contracts import client as contract
+from opendsec.testing.fakes.edge import FakeEdge
+
+
+@pytest.fixture(scope="module")
+def edge() -> Generator[FakeEdge, None, None]:
+    with FakeEdge() as edge:
+        yield edge
+
+
+@pytest.mark.parametrize("transport", ["unix", "httpx"])
+@pytest.mark.parametrize("name", contract.CHECKS)
+async def test_contract(name: str, transport: str, edge: FakeEdge) -> None:
+    def make() -> Client:
+        if transport == "unix":
+            return Client(f"unix:{edge.socket_path}")
+        return Client(transport=HttpxTransport("http://edge", transport=httpx.AsyncHTTPTransport(uds=str(edge.socket_path))))
+
+    await contract.CHECKS[name](contract.Setup(make=make, image="debian"))
