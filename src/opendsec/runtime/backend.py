@@ -133,8 +133,10 @@ class FileAccess(Protocol):
     def open_read(self, path: bytes) -> int:
         """A descriptor of a regular file, opened for reading; the caller closes it."""
 
-    def open_write(self, path: bytes, *, mode: int | None, user: str | None, append: bool, parents: bool) -> FileWriter:
-        """`mode` and `user` None: as the existing file has them; 0644 and root for a new one."""
+    def open_write(
+        self, path: bytes, *, mode: int | None, user: str | None, append: bool, parents: bool, default_user: str = ""
+    ) -> FileWriter:
+        """`mode` and `user` None: as the existing file has them; 0644 and `default_user` for a new one."""
 
     def mkdir(self, path: bytes, *, mode: int, user: str | None, parents: bool) -> FileInfo: ...
     def move(self, path: bytes, to: bytes) -> FileInfo: ...

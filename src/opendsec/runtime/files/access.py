@@ -83,19 +83,22 @@ class SandboxFiles:
 
     # Changing.
 
-    def open_write(self, path: bytes, *, mode: int | None, user: str | None, append: bool, parents: bool) -> FileWriter:
-        """`mode` and `user` None: as the existing file has them, 0644 and root for a new one. See `writer` for links.
+    def open_write(
+        self, path: bytes, *, mode: int | None, user: str | None, append: bool, parents: bool, default_user: str = ""
+    ) -> FileWriter:
+        """`mode` and `user` None: as the existing file has them; 0644 and `default_user` for a new one. See `writer` for links.
 
         `parents` makes missing directories: 0755, with the file's owner.
         """
         with self._tree(path) as tree:
             given = None if user is None else accounts.resolve(tree, user)
-            target = writer.find_target(tree, path, parents=parents, owner=given or accounts.ROOT)
+            fresh = given or accounts.resolve(tree, default_user)
+            target = writer.find_target(tree, path, parents=parents, owner=fresh)
             if append and target.existing is not None:
                 with closing(target.directory), closing(open_entry(target.directory, target.name)) as entry:
                     fd = tree.open_regular(entry, path, os.O_WRONLY | os.O_APPEND)
                 return writer.Appending(self._acting, path, fd, owner=self._host(given), mode=mode)
-            owner = given or (accounts.ROOT if target.existing is None else tree.owner_of(target.existing))
+            owner = fresh if target.existing is None else given or tree.owner_of(target.existing)
             if mode is None:
                 mode = writer.NEW_FILE_MODE if target.existing is None else target.existing.st_mode & 0o1777
             return writer.NewFile(self._acting, tree, path, target, owner=owner, mode=mode, exclusive=append)
