@@ -133,10 +133,11 @@ def enter_sandbox(plan: Plan, profile: bytes, sync: int, init: int) -> None:
     proc = mounts.proc()
     attach(proc, root, b"proc")
     attach(dev, root, b"dev")
-    attach(mounts.devpts(), root, b"dev/pts")
-    attach(mounts.tmpfs(plan["shm_size"], 4096, 0o1777, attrs=mounts.QUIET), root, b"dev/shm")
     step = "mask"
     mask(root, dev, plan["masked"], plan["read_only"])
+    step = "mount in /dev"
+    attach(mounts.devpts(), root, b"dev/pts")
+    attach(mounts.tmpfs(plan["shm_size"], 4096, 0o1777, attrs=mounts.QUIET), root, b"dev/shm")
     step = "network"
     netlink.loopback_up()
     syscalls.sethostname(plan["hostname"])
@@ -180,7 +181,7 @@ def mask(root: int, dev: int, masked: list[bytes], read_only: list[bytes]) -> No
             target = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root)
         except FileNotFoundError:
             continue
-        # A directory is covered by the empty one beneath /dev/shm: a new tmpfs would cost more than all the rest.
+        # A directory is covered by the empty one that /dev/shm is before its tmpfs comes: a new tmpfs would cost more than the rest.
         cover = mounts.clone(dev, b"shm" if stat.S_ISDIR(os.fstat(target).st_mode) else b"null")
         mounts.attach(cover, target)
         os.close(cover)
