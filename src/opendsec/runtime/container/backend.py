@@ -8,7 +8,7 @@ acquired in the order layers, scratch, cgroup, process, and released in the reve
 from __future__ import annotations
 
 import asyncio
-import errno
+import fcntl
 import os
 import signal
 from collections import Counter
@@ -27,20 +27,22 @@ from opendsec.runtime.spawn import Message, Spawner, SpawnError, close_all
 
 INIT = Path(__file__).resolve().parents[2] / "_native" / "dsec-init"
 NAME = "container"
+LOCK_TIMEOUT_S = 30.0
 
 
 class ContainerBackend:
-    """All containers of one edge. `staging`: an existing directory of the host; nothing is ever mounted there outside the sandboxes."""
+    """All containers of one edge. `staging`: an existing directory of the host; nothing is ever mounted there outside the sandboxes.
+    `lock`: a file beside the journal, see `start`."""
 
     name = NAME
 
-    def __init__(self, *, edge_id: str, scratch: ScratchDriver, staging: Path, init: Path = INIT, hold: Sequence[int] = ()) -> None:
+    def __init__(self, *, edge_id: str, scratch: ScratchDriver, staging: Path, lock: Path, init: Path = INIT) -> None:
         self.edge_id = edge_id
         self.scratch = scratch
         self.hierarchies = cgroups.discover()
         self._staging = staging
         self._init = init
-        self._hold = tuple(hold)  # descriptors the spawner keeps open: see Spawner.start
+        self._lock_path, self._lock = lock, -1
         self._spawner: Spawner | None = None
         self._starting = asyncio.Lock()
         self._mounting: dict[str, asyncio.Future[None]] = {}  # digest → the mount, once asked for, of the present spawner
@@ -59,6 +61,16 @@ class ContainerBackend:
         )
 
     async def start(self) -> None:
+        """Wait for the spawner of an edge that crashed to be gone, then start ours.
+
+        The lock is shared with the spawner and lasts as long as either of us. Without it an old spawner could finish a sandbox after the
+        new edge has taken stock. It ends by itself when its edge does, within the one request it is at.
+        """
+        self._lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            await asyncio.wait_for(asyncio.to_thread(fcntl.flock, self._lock, fcntl.LOCK_EX), LOCK_TIMEOUT_S)
+        except TimeoutError:
+            raise Unavailable(f"the spawner of an earlier edge still holds {self._lock_path}") from None
         await self.spawner()
 
     async def spawner(self) -> Spawner:
@@ -70,7 +82,7 @@ class ContainerBackend:
                 if self._spawner is not None:
                     await self._spawner.close()
                 self._mounting.clear()
-                spawner = await Spawner.start(self._init, self._hold)
+                spawner = await Spawner.start(self._init, hold=[self._lock])
                 await spawner.call("profile", {"name": PROFILE_NAME, "program": self._program})
                 self._spawner = spawner
         return self._spawner
@@ -79,6 +91,9 @@ class ContainerBackend:
         if self._spawner is not None:
             await self._spawner.close()
             self._spawner = None
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
         self.hierarchies.group(edge_group(self.edge_id)).remove_if_empty()
 
     # --- layers ----------------------------------------------------------------------------------------------------
@@ -207,7 +222,3 @@ class ContainerBackend:
         """Called by a handle when its sandbox is gone."""
         self._drop_layers(record.layers)
 
-
-def is_gone(error: OSError) -> bool:
-    """Whether a failed call means that the process or group it named has ended."""
-    return error.errno in (errno.ESRCH, errno.ENOENT, errno.ENODEV)
