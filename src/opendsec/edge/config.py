@@ -195,7 +195,7 @@ def load(arguments: Sequence[str], environ: Mapping[str, str]) -> Settings:
                 break
         else:
             values[name] = field.default
-    settings = msgspec.convert(values, Settings, builtin_types=(Path,))
+    settings = msgspec.convert(values, Settings)
     _check(settings)
     return settings
 

@@ -16,6 +16,7 @@ version; a newer one is refused. Names here are append-only.
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from opendsec.api.sandboxes import Event, SandboxState
 
 APPLICATION_ID = 0x44536563  # "DSec"
 VERSION = 1
-CHECKPOINT_BYTES = 8 << 20  # of WAL
+CHECKPOINT_CHANGES = 5_000  # rows; some 16 KiB of WAL each, at most
 
 Value: TypeAlias = str | bytes | int | float | None
 ActionState = Literal["pending", "done", "unknown"]
@@ -132,6 +133,8 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._depth = 0
+        self._changes, self._checkpointing = 0, False
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # environments may hold secrets
         self._db = _connect(path)
         try:
             self._prepare()
@@ -158,17 +161,18 @@ class Journal:
         finally:
             self._db.close()
 
-    def wal_bytes(self) -> int:
-        """Size of the write-ahead log now."""
-        try:
-            return Path(f"{self.path}-wal").stat().st_size
-        except FileNotFoundError:
-            return 0
+    def checkpoint_due(self) -> bool:
+        """Whether so much was written since the last checkpoint that another is worth its fsync; at most one is under way."""
+        return not self._checkpointing and self._db.total_changes - self._changes >= CHECKPOINT_CHANGES
 
     def checkpoint(self) -> None:
-        """Copy the WAL into the file, with fsync; for a worker thread."""
-        with contextlib.closing(_connect(self.path)) as db:
-            db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+        """Copy the WAL into the file, with fsync; for a worker thread. The next commit then writes the WAL from its beginning again."""
+        self._checkpointing, self._changes = True, self._db.total_changes
+        try:
+            with contextlib.closing(_connect(self.path)) as db:
+                db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+        finally:
+            self._checkpointing = False
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:

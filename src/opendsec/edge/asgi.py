@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The route table as an ASGI application: calls handlers, sends their answers, turns what they raise into error bodies."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+from collections.abc import Coroutine, Mapping
+
+import msgspec
+
+from opendsec.api import wire
+from opendsec.api.errors import Internal, OpenDSecError, Unauthorized, Unavailable
+from opendsec.api.routes import ROUTES
+from opendsec.edge.http import Disconnected, Lines, Message, Raw, Receive, Request, Router, Send, parse_query
+from opendsec.edge.log import Log
+
+_JSON = (b"content-type", b"application/json")
+_NDJSON = (b"content-type", b"application/x-ndjson")
+_BYTES = (b"content-type", b"application/octet-stream")
+
+
+class CutOff(Exception):
+    """An answer that had begun cannot be completed: the server cuts the connection, so that the client sees that something is missing."""
+
+
+class App:
+    """The ASGI application of one listener. `token` None: the listener itself decides who may connect."""
+
+    def __init__(self, router: Router, log: Log, *, local: bool, token: bytes | None = None) -> None:
+        self._router, self._log, self._local, self._token = router, log, local, token
+        self.stopping = asyncio.Event()  # set: streams end
+
+    async def __call__(self, scope: Mapping[str, object], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        method, path, query, headers = scope["method"], scope["path"], scope["query_string"], scope["headers"]
+        assert isinstance(method, str) and isinstance(path, str) and isinstance(query, bytes) and isinstance(headers, list)
+        request: Request | None = None
+        try:
+            length = _body_length(headers)
+            if self._token is not None:
+                _authorize(headers, self._token)
+            route, handler, allowed, params = self._router.find(method, path)
+            request = Request(route, params, parse_query(query, allowed) if query else {}, receive, length, self._local)
+            answer = await handler(request)
+            if isinstance(answer, msgspec.Struct):
+                await _send_json(send, 200, wire.encode(answer))
+            elif answer is None:
+                await send({"type": "http.response.start", "status": 204, "headers": []})
+                await send({"type": "http.response.body", "body": b""})
+            elif isinstance(answer, Lines):
+                await self._send_lines(request, answer, send)
+            else:
+                await self._send_raw(request, answer, send)
+        except Disconnected:
+            return
+        except OpenDSecError as error:
+            await self._send_error(request, receive, send, error)
+        except Exception as error:
+            await self._send_error(request, receive, send, self._internal(method, path, error))
+
+    def _internal(self, method: str, path: str, error: Exception) -> Internal:
+        """What the caller learns of a bug of ours: a number under which the log has the rest."""
+        incident = secrets.token_hex(6)
+        self._log.exception("edge.internal_error", incident=incident, method=method, path=path, kind=type(error).__name__)
+        return Internal(f"a bug of the edge; its log tells more under incident {incident}", data={"incident": incident})
+
+    async def _send_error(self, request: Request | None, receive: Receive, send: Send, error: OpenDSecError) -> None:
+        if request is not None and request.started:
+            raise CutOff from error  # too late for a status
+        if request is None:
+            request = Request(ROUTES["INFO"], (), {}, receive, None, self._local)
+        keep = await request.swallow()
+        await _send_json(send, error.status, wire.encode_error(error), close=not keep)
+
+    async def _send_lines(self, request: Request, lines: Lines, send: Send) -> None:
+        """Send lines until they end, the reader goes away, or the edge stops. The generator is closed in each case."""
+        items = lines.items
+
+        async def pump() -> None:
+            async for item in items:
+                await send(_part(wire.encode(item) + b"\n"))
+
+        try:
+            first = await anext(items, None)  # an error before the first line still becomes a status
+            request.started = True
+            await send({"type": "http.response.start", "status": 200, "headers": [_NDJSON]})
+            if first is not None:
+                await send(_part(wire.encode(first) + b"\n"))
+                await self._while_read(request, pump())
+        except Exception as error:
+            if not request.started or isinstance(error, Disconnected):
+                raise
+            known = error if isinstance(error, OpenDSecError) else self._internal(request.route.method, request.route.path, error)
+            await send(_part(wire.encode_error(known) + b"\n"))
+        finally:
+            await items.aclose()
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _send_raw(self, request: Request, raw: Raw, send: Send) -> None:
+        """Send the chunks; an answer that turns out shorter or longer than promised is cut off, never padded."""
+
+        async def pump() -> None:
+            async for chunk in raw.chunks:
+                await send(_part(chunk))
+
+        try:
+            first = await anext(raw.chunks, b"")
+            headers = [_BYTES] if raw.length is None else [_BYTES, (b"content-length", b"%d" % raw.length)]
+            request.started = True
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            if raw.length is not None and len(first) == raw.length:
+                return await send({"type": "http.response.body", "body": first})
+            await send(_part(first))
+            await self._while_read(request, pump())
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            await raw.chunks.aclose()
+            raw.close()
+
+    async def _while_read(self, request: Request, pump: Coroutine[object, object, None]) -> None:
+        """Run `pump` unless the reader goes away (Disconnected) or the edge stops (Unavailable)."""
+        working = asyncio.ensure_future(pump)
+        gone = asyncio.ensure_future(request.gone())
+        stop = asyncio.ensure_future(self.stopping.wait())
+        try:
+            await asyncio.wait((working, gone, stop), return_when=asyncio.FIRST_COMPLETED)
+            left = gone.done()
+        finally:
+            gone.cancel()
+            stop.cancel()
+            if not working.done():
+                working.cancel()
+                await asyncio.wait((working,))
+        if not working.cancelled():
+            return working.result()
+        raise Disconnected if left else Unavailable("the edge is stopping")
+
+
+def _part(data: bytes) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": True}
+
+
+async def _send_json(send: Send, status: int, body: bytes, *, close: bool = False) -> None:
+    headers = [_JSON, (b"content-length", b"%d" % len(body))]
+    if close:
+        headers.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _body_length(headers: list[tuple[bytes, bytes]]) -> int | None:
+    """0: no body. None: chunked."""
+    length = 0
+    for name, value in headers:
+        if name == b"content-length":
+            length = int(value)  # the HTTP parser has verified that it is a number
+        elif name == b"transfer-encoding":
+            return None
+    return length
+
+
+def _authorize(headers: list[tuple[bytes, bytes]], token: bytes) -> None:
+    given = b""
+    for name, value in headers:
+        if name == b"authorization" and value[:7].lower() == b"bearer ":
+            given = value[7:].strip()
+    if not hmac.compare_digest(given, token):
+        message = "the token is wrong" if given else "send the header 'Authorization: Bearer <token>'"
+        raise Unauthorized(message, field="authorization")

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One sandbox as the node holds it: the lifecycle's state, what it was made from, and the backend's handle."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from opendsec.api.sandboxes import SandboxInfo
+from opendsec.api.spec import AnySpec, Limits
+from opendsec.edge import lifecycle
+from opendsec.edge.admission import Promise
+from opendsec.edge.clock import Timer
+from opendsec.edge.journal import SandboxRow
+from opendsec.runtime.backend import Handle, Record
+
+
+class Template(msgspec.Struct, frozen=True, kw_only=True):
+    """What all sandboxes of one request share; kept in the journal once. `env`, `user`, `workdir`: image and spec merged."""
+
+    spec: AnySpec
+    layers: tuple[str, ...]  # digests, lowest first
+    limits: Limits
+    env: dict[str, str]
+    user: str
+    workdir: str
+
+
+class Box:
+    """One sandbox."""
+
+    __slots__ = (
+        "backend",
+        "ended",
+        "ended_at",
+        "handle",
+        "id",
+        "promise",
+        "record",
+        "record_data",
+        "state",
+        "template",
+        "template_id",
+        "timer",
+        "uid_base",
+    )
+
+    def __init__(
+        self, *, id: str, state: lifecycle.State, template: Template, template_id: int, backend: str, uid_base: int, promise: Promise
+    ) -> None:
+        self.id, self.state, self.template, self.template_id = id, state, template, template_id
+        self.backend, self.uid_base, self.promise = backend, uid_base, promise
+        self.record: Record | None = None
+        self.record_data: bytes | None = None  # as journaled
+        self.handle: Handle | None = None
+        self.timer: Timer | None = None
+        self.ended_at: float | None = None
+        self.ended: asyncio.Future[None] | None = None  # made when somebody waits
+
+    def hold(self, handle: Handle) -> None:
+        """The backend has made or found it."""
+        self.handle, self.record = handle, handle.record
+        self.record_data = msgspec.json.encode(handle.record)
+
+    async def wait_ended(self) -> None:
+        """Until nothing of it is left, or an attempt to destroy it has failed."""
+        if self.state.held:
+            if self.ended is None:
+                self.ended = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self.ended)
+
+    def tell_ended(self) -> None:
+        if self.ended is not None:
+            self.ended.set_result(None)
+            self.ended = None
+
+    def row(self) -> SandboxRow:
+        state = self.state
+        return SandboxRow(
+            id=self.id,
+            state=state.phase,
+            held=state.held,
+            template=self.template_id,
+            backend=self.backend,
+            uid_base=self.uid_base,
+            memory_bytes=self.promise.memory_bytes,
+            disk_bytes=self.promise.disk_bytes,
+            created_at=state.created_at,
+            expires_at=state.expires_at,
+            ttl_idle_s=state.ttl_idle_s,
+            used_at=state.used_at,
+            busy=state.busy > 0,
+            ended_at=self.ended_at,
+            message=state.message,
+            record=self.record_data,
+        )
+
+    @classmethod
+    def from_row(cls, row: SandboxRow, template: Template) -> Box:
+        state = lifecycle.State(
+            phase=row.state,
+            created_at=row.created_at,
+            expires_at=row.expires_at,
+            ttl_idle_s=row.ttl_idle_s,
+            used_at=row.used_at,
+            busy=int(row.busy),
+            held=row.held,
+            message=row.message,
+        )
+        box = cls(
+            id=row.id,
+            state=state,
+            template=template,
+            template_id=row.template,
+            backend=row.backend,
+            uid_base=row.uid_base,
+            promise=Promise(row.memory_bytes, row.disk_bytes),
+        )
+        box.ended_at = row.ended_at
+        box.record_data = row.record
+        box.record = None if row.record is None else msgspec.json.decode(row.record, type=Record)
+        return box
+
+    def info(self, *, full: bool = True) -> SandboxInfo:
+        """As the caller sees it; `full`: with the spec."""
+        state, template = self.state, self.template
+        return SandboxInfo(
+            id=self.id,
+            backend=self.backend,
+            state=state.phase,
+            image=template.spec.image,
+            layers=template.layers,
+            limits=template.limits,
+            labels=template.spec.labels,
+            created_at=state.created_at,
+            expires_at=state.expires_at,
+            idle_expires_at=state.idle_expires_at,
+            message=state.message,
+            spec=template.spec if full else None,
+        )

@@ -1,0 +1,480 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The node: executes what the lifecycle decides, and feeds back what became of it.
+
+One event loop, no locks: between two awaits nothing else happens, so admission, uid ranges and the journal's intent are one step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+
+import msgspec
+
+from opendsec import __version__
+from opendsec.api import ids, wire
+from opendsec.api.errors import Conflict, Internal, NotFound, OpenDSecError, QuotaExceeded, SandboxLost, Unavailable, Unsupported
+from opendsec.api.sandboxes import CreateResponse, EdgeInfo, SandboxInfo, SandboxState, Slot
+from opendsec.api.spec import BATCH, AnySpec, CreateRequest, Limits, check_integer
+from opendsec.edge import admission, lifecycle
+from opendsec.edge.actions import Action, Actions, request_digest
+from opendsec.edge.box import Box, Template
+from opendsec.edge.clock import Clock
+from opendsec.edge.images import Catalog
+from opendsec.edge.journal import Journal, Retention
+from opendsec.edge.log import Log
+from opendsec.edge.uids import UidRanges
+from opendsec.images.store import Resolved
+from opendsec.observe.events import EventSink
+from opendsec.runtime.backend import Backend, Handle, Placement
+
+CHUNK = 256  # slots of a batch that are handed to the backend and journaled together
+FLUSH_S = 1.0  # last uses are written this late at most; a crash in between makes an idle deadline that much early
+PRUNE_S = 300.0
+
+
+class Node:
+    """All sandboxes of this edge. `start` before anything else, `close` at the end."""
+
+    def __init__(
+        self,
+        *,
+        edge_id: str,
+        journal: Journal,
+        actions: Actions,
+        backends: Mapping[str, Backend],
+        images: Catalog,
+        policy: admission.Policy,
+        uids: UidRanges,
+        events: EventSink,
+        clock: Clock,
+        log: Log,
+        retention: Retention,
+        scratch_driver: str,
+    ) -> None:
+        self.edge_id, self.journal, self.actions, self.backends, self.images = edge_id, journal, actions, backends, images
+        self.policy, self.uids, self.events, self.clock, self.log = policy, uids, events, clock, log
+        self.boxes: dict[str, Box] = {}
+        self.promised = admission.Promised()
+        self.started_at = clock.time()
+        self.phase: str = "starting"
+        self.on_shutdown: Callable[[], None] = lambda: None
+        self._retention, self._scratch_driver = retention, scratch_driver
+        self._dirty: set[Box] = set()
+        self._flush_timer: asyncio.TimerHandle | None = None
+        self._prune_timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # --- the machine's driver ----------------------------------------------------------------------------------------
+
+    def apply(self, box: Box, event: lifecycle.Event) -> None:
+        """Let something happen to a sandbox."""
+        box.state, instructions = lifecycle.handle(box.state, event)
+        if instructions:
+            self.execute(box, instructions)
+
+    def execute(self, box: Box, instructions: Sequence[lifecycle.Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case lifecycle.Save():
+                    self._save(box)
+                case lifecycle.SaveSoon():
+                    self._dirty.add(box)
+                    self.flush_soon()
+                case lifecycle.SetTimer(at):
+                    if box.timer is not None:
+                        box.timer.cancel()
+                    box.timer = self.clock.call_at(at, lambda: self._timer_fired(box))
+                case lifecycle.CancelTimer():
+                    if box.timer is not None:
+                        box.timer.cancel()
+                        box.timer = None
+                case lifecycle.Destroy():
+                    self.spawn(self._destroy(box))
+                case lifecycle.Release():
+                    self.uids.give_back(box.uid_base)
+                    self.promised = self.promised.minus(box.promise)
+                    box.handle = None
+                    box.tell_ended()
+                case lifecycle.Emit(kind, message):
+                    if message:
+                        self.events.emit(kind, box.id, message=message)
+                    else:
+                        self.events.emit(kind, box.id)
+                case lifecycle.Create() | lifecycle.Adopt():
+                    raise AssertionError("creating and adopting are done where they are asked for")
+
+    def _save(self, box: Box) -> None:
+        if not box.state.held and box.ended_at is None:
+            box.ended_at = self.clock.time()
+        try:
+            self.journal.update_sandbox(box.row())
+            self._dirty.discard(box)
+        except Unavailable as error:
+            # What has happened has happened, and destroying must go on with a full disk, too: try again later.
+            self.log.error("journal.not_written", sandbox_id=box.id, reason=str(error))
+            self._dirty.add(box)
+            self.flush_soon()
+
+    def _timer_fired(self, box: Box) -> None:
+        box.timer = None
+        self.apply(box, lifecycle.TimerFired(self.clock.time()))
+
+    def flush_soon(self) -> None:
+        if self._flush_timer is None:
+            self._flush_timer = asyncio.get_running_loop().call_later(FLUSH_S, self.flush)
+
+    def flush(self) -> None:
+        """Write what waits to be written: last uses, events."""
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+            self._flush_timer = None
+        dirty, self._dirty = self._dirty, set()
+        try:
+            with self.journal.transaction():
+                for box in dirty:
+                    if box.id in self.boxes:
+                        self.journal.update_sandbox(box.row())
+                self.events.flush()
+        except Unavailable as error:
+            self.log.error("journal.not_written", reason=str(error))
+            self._dirty |= dirty
+            self.flush_soon()
+        if self.journal.checkpoint_due():
+            self.spawn(self._checkpoint())
+
+    async def _checkpoint(self) -> None:
+        try:
+            await asyncio.to_thread(self.journal.checkpoint)
+        except Exception as error:
+            self.log.error("journal.no_checkpoint", reason=str(error))
+
+    def spawn(self, work: Awaitable[None]) -> None:
+        """Run something in the background; `close` waits for it."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _destroy(self, box: Box) -> None:
+        try:
+            if box.handle is not None:
+                await box.handle.destroy()
+            else:
+                await self.backends[box.backend].clear(box.id, box.record)
+        except Exception as error:
+            self.log.error("sandbox.destroy_failed", sandbox_id=box.id, reason=f"{type(error).__name__}: {error}")
+            box.handle = None  # the next attempt goes by what is left on the machine
+            with self._transaction():
+                self.apply(box, lifecycle.DestroyFailed(self.clock.time(), str(error)))
+            box.tell_ended()
+            return
+        with self._transaction():
+            self.apply(box, lifecycle.Destroyed(self.clock.time()))
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """One commit for several saves; if it fails, all is saved later (see `_save`)."""
+        try:
+            with self.journal.transaction():
+                yield
+        except Unavailable as error:
+            self.log.error("journal.not_written", reason=str(error))
+            self._dirty |= set(self.boxes.values())
+            self.flush_soon()
+
+    def hold(self, box: Box, handle: Handle) -> None:
+        """Keep a backend's handle and hear of the sandbox's death."""
+        box.hold(handle)
+
+        def died(future: asyncio.Future[str]) -> None:
+            if not future.cancelled() and box.handle is handle:
+                self.apply(box, lifecycle.Died(self.clock.time(), future.result()))
+
+        handle.died.add_done_callback(died)
+
+    # --- create ----------------------------------------------------------------------------------------------------------
+
+    async def create(self, request: CreateRequest) -> CreateResponse:
+        """Create `request.count` sandboxes. What is wrong with all of them, or with the only one, is raised; otherwise each slot tells."""
+        limits = request.spec.check()
+        check_integer(request.count, "count", BATCH)
+        if request.action_id is not None:
+            ids.check_action_id(request.action_id)
+
+        async def work(action: Action[CreateResponse]) -> CreateResponse:
+            return await self._create(request.spec, limits, request.count, action)
+
+        return await self.actions.once(
+            request.action_id,
+            work,
+            result=CreateResponse,
+            kind="create",
+            digest=lambda: request_digest("create", wire.encode(request)),
+            replay=lambda _, recorded: self._replay_create(recorded),
+        )
+
+    async def _create(self, spec: AnySpec, limits: Limits, count: int, action: Action[CreateResponse]) -> CreateResponse:
+        if self.phase != "ready":
+            raise Unavailable(f"this edge is {self.phase} and takes no new sandboxes")
+        backend = self.backends.get(spec.kind)
+        if backend is None:
+            raise Unsupported(f"this edge has no backend {spec.kind!r}", field="spec.backend")
+        admission.check_one(limits, self.policy)
+        resolved = await self.images.resolve(spec.image, spec.layers)
+        slots = self._intend(spec, limits, count, resolved, action)
+        boxes = [slot for slot in slots if isinstance(slot, Box)]
+        for start in range(0, len(boxes), CHUNK):
+            await self._make(backend, boxes[start : start + CHUNK], resolved, slots, action if start + CHUNK >= len(boxes) else None)
+        if count == 1 and isinstance(slots[0], OpenDSecError):
+            raise slots[0]
+        return _response(slots)
+
+    def _intend(
+        self, spec: AnySpec, limits: Limits, count: int, resolved: Resolved, action: Action[CreateResponse]
+    ) -> list[Box | OpenDSecError]:
+        """Admit as many as there is room for and write the intents, in one step."""
+        config = resolved.config
+        template = Template(
+            spec=spec,
+            layers=tuple(layer.digest for layer in resolved.layers),
+            limits=limits,
+            env={**config.env, **spec.env},
+            user=spec.user or config.user,
+            workdir=spec.workdir or config.workdir,
+        )
+        promise = admission.promise_for(limits, self.policy)
+        now, promised = self.clock.time(), self.promised
+        slots: list[Box | OpenDSecError] = []
+        boxes: list[Box] = []
+        try:
+            body = msgspec.json.encode(template)
+            with self.journal.transaction():
+                template_id = self.journal.template(hashlib.sha256(body).digest(), body)
+                for _ in range(count):
+                    try:
+                        after = admission.admit(promised, limits, self.policy)
+                        uid_base = self.uids.take()
+                    except QuotaExceeded as refusal:
+                        slots.append(refusal)
+                        continue
+                    promised = after
+                    state, _ = lifecycle.requested(now, ttl_s=spec.ttl_s, ttl_idle_s=spec.ttl_idle_s)
+                    box = Box(
+                        id=ids.new_id(ids.SANDBOX),
+                        state=state,
+                        template=template,
+                        template_id=template_id,
+                        backend=spec.kind,
+                        uid_base=uid_base,
+                        promise=promise,
+                    )
+                    boxes.append(box)
+                    slots.append(box)
+                    self.journal.insert_sandbox(box.row())
+                if boxes:
+                    action.begin(" ".join(box.id for box in boxes), now)
+        except BaseException:
+            for box in boxes:
+                self.uids.give_back(box.uid_base)
+            raise
+        self.promised = promised
+        self.boxes.update((box.id, box) for box in boxes)
+        return slots
+
+    async def _make(
+        self,
+        backend: Backend,
+        boxes: Sequence[Box],
+        resolved: Resolved,
+        slots: list[Box | OpenDSecError],
+        action: Action[CreateResponse] | None,
+    ) -> None:
+        """Have the backend make them, and journal what became of each, with the action's result if it is complete then."""
+        placements = [_placement(box, resolved) for box in boxes]
+        made: Sequence[Handle | BaseException]
+        try:
+            made = [await backend.create(placements[0])] if len(boxes) == 1 else await backend.create_many(placements)
+        except BaseException as error:
+            made = [error] * len(boxes)
+        now = self.clock.time()
+        with self._transaction():
+            for box, handle in zip(boxes, made, strict=True):
+                if isinstance(handle, BaseException):
+                    blame = self._blame(box, handle)
+                    slots[slots.index(box)] = blame
+                    self.apply(box, lifecycle.CreateFailed(now, str(blame)))
+                else:
+                    self.hold(box, handle)
+                    self.apply(box, lifecycle.Created(now))
+            if action is not None and not (len(slots) == 1 and isinstance(slots[0], OpenDSecError)):
+                action.end(_response(slots), now)
+        for handle in made:
+            if isinstance(handle, BaseException) and not isinstance(handle, Exception):
+                raise handle  # cancelled: the outcome is journaled, the backend has released what it had
+
+    def _blame(self, box: Box, error: BaseException) -> OpenDSecError:
+        if isinstance(error, OpenDSecError):
+            return error
+        self.log.error("sandbox.create_failed", sandbox_id=box.id, kind=type(error).__name__, reason=str(error))
+        return Internal(f"creating a sandbox failed: {type(error).__name__}; the edge's log tells more", data={"sandbox_id": box.id})
+
+    def _replay_create(self, recorded: CreateResponse) -> CreateResponse:
+        """The recorded slots, each sandbox as it is now."""
+        slots = []
+        for slot in recorded.slots:
+            box = self.boxes.get(slot.sandbox.id) if slot.sandbox is not None else None
+            slots.append(slot if box is None else Slot(sandbox=box.info()))
+        return CreateResponse(tuple(slots))
+
+    # --- reading ---------------------------------------------------------------------------------------------------------
+
+    def box(self, sandbox_id: str) -> Box:
+        """Raises NotFound."""
+        box = self.boxes.get(sandbox_id)
+        if box is None:
+            raise NotFound(f"no sandbox with id {sandbox_id[:80]!r}", field="sandbox_id")
+        return box
+
+    def running(self, sandbox_id: str) -> tuple[Box, Handle]:
+        """A sandbox that runs. Raises NotFound, SandboxLost, Conflict."""
+        box = self.box(sandbox_id)
+        phase = box.state.phase
+        if phase == "running" and box.handle is not None:
+            return box, box.handle
+        message = f"sandbox {box.id} is {phase}" + (f": {box.state.message}" if box.state.message else "")
+        if phase == "lost":
+            raise SandboxLost(message, field="sandbox_id", data={"state": phase})
+        raise Conflict(message, field="sandbox_id", data={"state": phase})
+
+    def list(self, states: frozenset[SandboxState], label: tuple[str, str | None] | None) -> list[SandboxInfo]:
+        """Those in one of the states and with the label (any value if None), the oldest first."""
+        found = []
+        for box in self.boxes.values():
+            if box.state.phase in states:
+                labels = box.template.spec.labels
+                if label is None or (label[0] in labels and label[1] in (None, labels[label[0]])):
+                    found.append(box.info(full=False))
+        return found
+
+    def info(self) -> EdgeInfo:
+        return EdgeInfo(
+            edge_id=self.edge_id,
+            version=__version__,
+            api=wire.API_GENERATION,
+            state="starting" if self.phase == "starting" else "ready" if self.phase == "ready" else "draining",
+            pid=os.getpid(),
+            started_at=self.started_at,
+            sandboxes=self.promised.sandboxes,
+            memory_promised_bytes=self.promised.memory_bytes,
+            memory_limit_bytes=self.policy.memory_bytes,
+            disk_promised_bytes=self.promised.disk_bytes,
+            disk_limit_bytes=self.policy.disk_bytes,
+            scratch_driver=self._scratch_driver,
+        )
+
+    def layers_in_use(self) -> frozenset[str]:
+        """Digests of layers of living sandboxes."""
+        return frozenset(digest for box in self.boxes.values() if box.state.held for digest in box.template.layers)
+
+    # --- use -------------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def use(self, box: Box) -> Iterator[None]:
+        """While somebody talks to the sandbox it is not idle."""
+        self.apply(box, lifecycle.UseStarted(self.clock.time()))
+        try:
+            yield
+        finally:
+            self.apply(box, lifecycle.UseEnded(self.clock.time()))
+
+    # --- the end ---------------------------------------------------------------------------------------------------------
+
+    async def kill(self, sandbox_id: str, *, action_id: str | None = None, message: str = "killed by the caller") -> SandboxInfo:
+        """End a sandbox; returns when nothing is left of it (or destroying it failed once: it then is `stopping`, and tried again).
+
+        One that has ended already is returned as it is.
+        """
+        box = self.box(sandbox_id)
+
+        async def work(action: Action[SandboxInfo]) -> SandboxInfo:
+            action.begin("", self.clock.time())
+            self.apply(box, lifecycle.KillRequested(self.clock.time(), message))
+            await box.wait_ended()
+            return box.info()
+
+        digest = request_digest("kill", sandbox_id.encode())
+        return await self.actions.once(
+            action_id, work, result=SandboxInfo, kind="kill", digest=lambda: digest, sandbox_id=sandbox_id, replay=lambda _, __: box.info()
+        )
+
+    async def kill_all(self, message: str) -> None:
+        """End all sandboxes."""
+        living = [box for box in self.boxes.values() if box.state.held]
+        with self._transaction():
+            for box in living:
+                self.apply(box, lifecycle.KillRequested(self.clock.time(), message))
+        await asyncio.gather(*(box.wait_ended() for box in living))
+
+    def drain(self) -> None:
+        """Take no new sandboxes from now on."""
+        if self.phase != "draining":
+            self.phase = "draining"
+            self.events.emit("edge.draining")
+
+    # --- life of the node --------------------------------------------------------------------------------------------------
+
+    def prune(self) -> None:
+        """Forget old ended sandboxes, actions and events."""
+        try:
+            for sandbox_id in self.journal.prune(self.clock.time(), self._retention):
+                self.boxes.pop(sandbox_id, None)
+            self.spawn(self.actions.clear_orphans())
+        except Unavailable as error:
+            self.log.error("journal.not_pruned", reason=str(error))
+        self._prune_timer = asyncio.get_running_loop().call_later(PRUNE_S, self.prune)
+
+    def ready(self) -> None:
+        """Take requests."""
+        self.phase = "ready"
+        self.events.emit("edge.started")
+        self.prune()
+
+    async def close(self) -> None:
+        """Write everything down and let go; living sandboxes stay."""
+        self.drain()
+        await self.actions.wait_idle()
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        self.events.emit("edge.stopped")
+        for box in self.boxes.values():
+            if box.timer is not None:
+                box.timer.cancel()
+        if self._prune_timer is not None:
+            self._prune_timer.cancel()
+        self.flush()
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+        for backend in self.backends.values():
+            await backend.close()
+
+
+def _placement(box: Box, resolved: Resolved) -> Placement:
+    template = box.template
+    return Placement(
+        sandbox_id=box.id,
+        uid_base=box.uid_base,
+        limits=template.limits,
+        layers=resolved.layers,
+        config=resolved.config,
+        env=template.env,
+        user=template.user,
+        workdir=template.workdir,
+        hostname=template.spec.hostname or box.id.replace("_", "-"),
+    )
+
+
+def _response(slots: Sequence[Box | OpenDSecError]) -> CreateResponse:
+    return CreateResponse(tuple(Slot(sandbox=slot.info()) if isinstance(slot, Box) else Slot(error=slot.body()) for slot in slots))

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""At start: what the journal says, what the machine still has, and how the two become one again.
+
+running in the journal, alive          adopted; its timers are set anew, an elapsed one ends it at once
+running in the journal, gone           lost (all of them after a reboot); remains cleared
+half made, half destroyed              cleared
+on the machine, not in the journal     cleared
+action pending                         settled: a create tells which of its sandboxes live, everything else is `unknown`
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from opendsec.api.errors import Unavailable
+from opendsec.api.exec import ExecResult, ProcessInfo
+from opendsec.api.sandboxes import CreateResponse, Slot
+from opendsec.edge import lifecycle
+from opendsec.edge.box import Box, Template
+from opendsec.edge.journal import ActionRow
+from opendsec.edge.node import Node
+
+AT_ONCE = 32  # sandboxes adopted or cleared side by side
+
+
+async def reconcile(node: Node, boot_id: str) -> None:
+    """Bring the node and the machine together. Raises only what makes starting impossible: an unreadable journal."""
+    rebooted = node.journal.meta("boot_id") not in (None, boot_id)
+    _load(node)
+    node.journal.set_meta("boot_id", boot_id)
+    slots = asyncio.Semaphore(AT_ONCE)
+    held = [box for box in node.boxes.values() if box.state.held]
+    await asyncio.gather(*(_resume(node, box, slots, rebooted) for box in held))
+    for name, backend in node.backends.items():
+        for sandbox_id in backend.leftovers():
+            if sandbox_id not in node.boxes or not node.boxes[sandbox_id].state.held:
+                node.log.warning("reconcile.leftover", sandbox_id=sandbox_id, backend=name)
+                try:
+                    await backend.clear(sandbox_id, None)
+                except Exception as error:
+                    node.log.error("reconcile.not_cleared", sandbox_id=sandbox_id, reason=str(error))
+    _settle(node)
+    await node.actions.clear_orphans()
+
+
+def _load(node: Node) -> None:
+    templates = {key: msgspec.json.decode(body, type=Template) for key, body in node.journal.templates().items()}
+    for row in node.journal.sandboxes():
+        box = Box.from_row(row, templates[row.template])
+        node.boxes[box.id] = box
+        if box.state.held:
+            node.uids.reserve(box.uid_base)
+            node.promised = node.promised.plus(box.promise)
+
+
+async def _resume(node: Node, box: Box, slots: asyncio.Semaphore, rebooted: bool) -> None:
+    async with slots:
+        box.state, instructions = lifecycle.handle(box.state, lifecycle.Restarted(node.clock.time()))
+        if instructions == [lifecycle.Adopt()]:
+            await _adopt(node, box, rebooted)
+        else:
+            node.execute(box, instructions)
+        if box.state.phase != "running":
+            await box.wait_ended()
+
+
+async def _adopt(node: Node, box: Box, rebooted: bool) -> None:
+    backend = node.backends.get(box.backend)
+    try:
+        if rebooted:
+            raise Unavailable("the machine was restarted")
+        if backend is None or box.record is None:
+            raise Unavailable("the edge no longer has what is needed to find it")
+        handle = await backend.adopt(box.record)
+    except Exception as error:
+        node.log.warning("reconcile.lost", sandbox_id=box.id, reason=f"{type(error).__name__}: {error}")
+        node.apply(box, lifecycle.Died(node.clock.time(), str(error)))
+        return
+    node.hold(box, handle)
+    node.apply(box, lifecycle.Adopted(node.clock.time()))
+
+
+def _settle(node: Node) -> None:
+    """No action stays pending: what nobody can know is recorded as unknown, so that a repetition is told so and nothing runs twice."""
+    now = node.clock.time()
+    with node.journal.transaction():
+        for row in node.journal.pending_actions():
+            node.journal.end_action(row.action_id, at=now, state="unknown", result=_outcome(node, row))
+
+
+def _outcome(node: Node, row: ActionRow) -> bytes:
+    if row.kind == "create":
+        return msgspec.json.encode(CreateResponse(tuple(_slot(node, sandbox_id) for sandbox_id in row.detail.split())))
+    action_id = None if row.action_id.startswith("#") else row.action_id
+    lost = ExecResult(outcome="unknown", process_id=row.detail, action_id=action_id, message="the edge ended while the command ran")
+    if row.kind in ("run", "stream", "session_run"):
+        return msgspec.json.encode(lost)
+    if row.kind == "start":
+        return msgspec.json.encode(
+            ProcessInfo(
+                id=row.detail,
+                sandbox_id=row.sandbox_id or "",
+                state="ended",
+                command="",
+                started_at=row.started_at,
+                action_id=action_id,
+                result=lost,
+            )
+        )
+    error = Unavailable(f"the edge ended during this action ({row.kind}): its outcome is unknown", data={"outcome": "unknown"})
+    return msgspec.json.encode({"error": error.body()})
+
+
+def _slot(node: Node, sandbox_id: str) -> Slot:
+    box = node.boxes.get(sandbox_id)
+    if box is not None and box.state.phase == "running":
+        return Slot(sandbox=box.info())
+    error = Unavailable(
+        "the edge ended while this sandbox was being created; nothing of it is left",
+        data={"outcome": "unknown", "sandbox_id": sandbox_id},
+    )
+    return Slot(error=error.body())

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One handler for each route of the contract. Handlers check, ask the node, and return what is to be sent; `asgi` sends it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+from opendsec.api.errors import InvalidRequest
+from opendsec.api.ids import check_action_id
+from opendsec.api.images import BuildEvent, BuildRequest, Collected, ComposeRequest, ImageInfo, ImageList
+from opendsec.api.sandboxes import (
+    Capabilities,
+    CreateResponse,
+    EdgeInfo,
+    Event,
+    Feature,
+    SandboxInfo,
+    SandboxList,
+    SandboxState,
+    Usage,
+)
+from opendsec.api.spec import CreateRequest
+from opendsec.edge.http import Handler, Lines, Request, Router
+from opendsec.edge.lifecycle import LIVING
+from opendsec.edge.node import Node
+from opendsec.edge.serve_exec import ExecRoutes
+from opendsec.edge.serve_files import FileRoutes
+
+STATES: frozenset[SandboxState] = LIVING | {"stopped", "lost"}
+PAGE = 500  # stored events read at once
+
+
+class NodeRoutes:
+    """Handlers about the edge itself, its sandboxes and its images."""
+
+    def __init__(self, node: Node, features: Sequence[Feature] = ()) -> None:
+        self._node, self._features = node, tuple(features)
+
+    def handlers(self) -> dict[str, Handler]:
+        return {
+            "INFO": self.info,
+            "CAPABILITIES": self.capabilities,
+            "EVENTS": self.events,
+            "DRAIN": self.drain,
+            "SHUTDOWN": self.shutdown,
+            "CREATE": self.create,
+            "LIST": self.list,
+            "GET": self.get,
+            "USAGE": self.usage,
+            "KILL": self.kill,
+            "IMAGES": self.images,
+            "IMAGE_BUILD": self.build,
+            "IMAGE_COMPOSE": self.compose,
+            "IMAGE_REMOVE": self.remove_image,
+            "IMAGE_GC": self.collect,
+        }
+
+    # --- the edge --------------------------------------------------------------------------------------------------------
+
+    async def info(self, request: Request) -> EdgeInfo:
+        return self._node.info()
+
+    async def capabilities(self, request: Request) -> Capabilities:
+        backends = {name: backend.capabilities() for name, backend in self._node.backends.items()}
+        return Capabilities(backends=backends, features=self._features)
+
+    async def events(self, request: Request) -> Lines:
+        after = request.integer("after", (0, 1 << 62)) or 0
+        return Lines(self._events(after, request.text("sandbox_id"), request.flag("follow")))
+
+    async def _events(self, after: int, sandbox_id: str | None, follow: bool) -> AsyncGenerator[Event, None]:
+        node = self._node
+        with node.events.subscribe(sandbox_id=sandbox_id) as subscription:
+            last = node.events.seq  # from here on the subscription tells
+            node.flush()
+            while page := node.journal.events(after=after, sandbox_id=sandbox_id, limit=PAGE):
+                for event in page:
+                    if event.seq > last:
+                        break
+                    yield event
+                after = page[-1].seq
+                if after >= last:
+                    break
+            if follow:
+                async for event in subscription:
+                    yield event
+
+    async def drain(self, request: Request) -> EdgeInfo:
+        await request.no_body()
+        self._node.drain()
+        return self._node.info()
+
+    async def shutdown(self, request: Request) -> EdgeInfo:
+        kill = request.flag("kill")
+        await request.no_body()
+        self._node.drain()
+        if kill:
+            await self._node.kill_all("the edge was shut down")
+        # The answer first: whoever asked wants to hear that it is done.
+        asyncio.get_running_loop().call_soon(self._node.on_shutdown)
+        return self._node.info()
+
+    # --- sandboxes -------------------------------------------------------------------------------------------------------
+
+    async def create(self, request: Request) -> CreateResponse:
+        return await self._node.create(await request.json(CreateRequest))
+
+    async def list(self, request: Request) -> SandboxList:
+        """Living ones unless `state` names another state or `all`. `label`: `key` or `key=value`."""
+        state, label = request.text("state"), request.text("label")
+        states = LIVING
+        if state is not None and state != "all":
+            states = frozenset(name for name in STATES if name == state)
+            if not states:
+                raise InvalidRequest(f"must be one of {', '.join(sorted(STATES))}, all", field="state")
+        elif state == "all":
+            states = STATES
+        wanted = None
+        if label is not None:
+            key, equals, value = label.partition("=")
+            if not key:
+                raise InvalidRequest("must be a key, or key=value", field="label")
+            wanted = (key, value if equals else None)
+        return SandboxList(tuple(self._node.list(states, wanted)))
+
+    async def get(self, request: Request) -> SandboxInfo:
+        return self._node.box(request.params[0]).info()
+
+    async def usage(self, request: Request) -> Usage:
+        _, handle = self._node.running(request.params[0])
+        return handle.usage()
+
+    async def kill(self, request: Request) -> SandboxInfo:
+        action_id = request.text("action_id")
+        if action_id is not None:
+            check_action_id(action_id)
+        await request.no_body()
+        return await self._node.kill(request.params[0], action_id=action_id)
+
+    # --- images ----------------------------------------------------------------------------------------------------------
+
+    async def images(self, request: Request) -> ImageList:
+        return await self._node.images.list()
+
+    async def build(self, request: Request) -> Lines:
+        wanted = await request.json(BuildRequest)
+        self._node.images.check_build(wanted, local=request.local)
+        stream: AsyncGenerator[BuildEvent, None] = self._node.images.build(wanted, local=request.local)
+        return Lines(stream)
+
+    async def compose(self, request: Request) -> ImageInfo:
+        return await self._node.images.compose(await request.json(ComposeRequest))
+
+    async def remove_image(self, request: Request) -> ImageList:
+        name = request.text("name")
+        if not name:
+            raise InvalidRequest("is required", field="name")
+        return await self._node.images.remove(name)
+
+    async def collect(self, request: Request) -> Collected:
+        dry_run = request.flag("dry_run")
+        await request.no_body()
+        return await self._node.images.collect(self._node.layers_in_use(), dry_run=dry_run)
+
+
+def routes(node: Node, features: Sequence[Feature] = ()) -> tuple[Router, FileRoutes]:
+    """The router of one node. The file routes have threads: close them at the end."""
+    files = FileRoutes(node)
+    return Router({**NodeRoutes(node, features).handlers(), **ExecRoutes(node).handlers(), **files.handlers()}), files
