@@ -75,6 +75,8 @@ def _check_value(key: str, value: Limit) -> None:
         return
     if not value > 0:
         raise ValueError(f"{key} is above 0, not {value}")
+    if value >= 1 << 62:
+        raise ValueError(f"{key} is out of range: {value}")  # the kernel would silently cut some
     if key == "cpu_weight" and value > MAX_WEIGHT:
         raise ValueError(f"cpu_weight is 1 to {MAX_WEIGHT}, not {value}")
 

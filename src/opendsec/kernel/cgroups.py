@@ -288,12 +288,14 @@ class Group:
         """What is in the tree is dead by now; left are processes that had joined this group and not (yet) the tree."""
         while True:
             try:
+                for name in _subdirectories(path):
+                    self._remove_v1(f"{path}/{name}", deadline)
                 os.rmdir(path)
                 return
             except FileNotFoundError:
                 return
             except OSError as error:
-                if error.errno != errno.EBUSY:
+                if error.errno not in (errno.EBUSY, errno.ENODEV):
                     raise
             _check(deadline, path)
             pids = _read_pids(path)
