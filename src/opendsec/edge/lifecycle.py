@@ -310,5 +310,5 @@ def _restarted(state: State, at: float) -> Step:
     if state.phase == "running":
         return replace(state, pending="adopt"), [Adopt()]
     if state.phase == "creating":
-        state = replace(state, phase="stopping", message="the edge ended while it was being created")
+        return _end(state, "stopping", "the edge ended while it was being created", [])
     return replace(state, pending="destroy"), [Destroy()]
