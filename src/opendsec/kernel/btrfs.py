@@ -39,6 +39,8 @@ QGROUP_CREATE = _ioctl_number(_W, 42, 16)
 QGROUP_LIMIT = _ioctl_number(_R, 43, 48)
 QUOTA_RESCAN_WAIT = _MAGIC << 8 | 46
 SYNC = _MAGIC << 8 | 8
+START_SYNC = _ioctl_number(_R, 24, 8)
+TREE_SEARCH_V2 = _ioctl_number(_WR, 17, 112)
 SUBVOL_SYNC_WAIT = _ioctl_number(_W, 65, 16)
 
 SUBVOL_RDONLY = 1 << 1
@@ -48,6 +50,8 @@ QGROUP_LIMIT_MAX_RFER = 1 << 0
 QUOTA_CTL_ENABLE, QUOTA_CTL_DISABLE, QUOTA_CTL_ENABLE_SIMPLE_QUOTA = 1, 2, 4
 SUBVOL_SYNC_WAIT_FOR_ONE = 0
 FIRST_FREE_OBJECTID = 256
+_LAST_FREE_OBJECTID = 2**64 - 256
+_INODE_ITEM = 1
 NAME_MAX = 255
 _NO_LIMIT = 0xFFFF_FFFF_FFFF_FFFF
 
@@ -192,12 +196,93 @@ def qgroup_usage(filesystem: str, subvolume: int) -> QgroupUsage:
     )
 
 
+def qgroup_pending(filesystem: str, subvolume: int) -> tuple[int, int]:
+    """(referenced bytes, data bytes written or promised since): of `qgroup_usage`, what is cheap and not an estimate. Metadata
+    reservations are left out, since the kernel reserves many times what it then needs."""
+    folder = f"/sys/fs/btrfs/{filesystem}/qgroups/0_{subvolume}"
+    return int(procfs.read(f"{folder}/referenced")), int(procfs.read(f"{folder}/rsv_data"))
+
+
+# --- inodes --------------------------------------------------------------------------------------------------------
+#
+# Nothing counts them. But a subvolume numbers its inodes upwards from 256 and never uses a number again, so the highest one bounds how
+# many there are, and finding it is a search in a tree, whatever its size. Both see what is not committed yet.
+
+_SEARCH_KEY = struct.Struct("=7Q4I4QQ")  # struct btrfs_ioctl_search_key, and the size of the buffer after it
+_SEARCH_HEADER = struct.Struct("=QQQII")  # transaction, object, offset, type, length of the item that follows
+_SEARCH_BYTES = 16_384
+
+
+def _search(fd: int, lowest: int, limit: int, buffer: bytearray) -> int:
+    """Items of the subvolume's tree from object `lowest` on, at most `limit` of them, into `buffer`; how many there are."""
+    last = 2**64 - 1
+    key = (0, lowest, _LAST_FREE_OBJECTID, 0, last, 0, last, 0, 2**32 - 1, limit, 0, 0, 0, 0, 0, len(buffer) - _SEARCH_KEY.size)
+    _SEARCH_KEY.pack_into(buffer, 0, *key)
+    try:
+        fcntl.ioctl(fd, TREE_SEARCH_V2, buffer)
+    except OSError as error:
+        # EOVERFLOW: the first item does not fit, which is an answer as well if one was asked for.
+        if error.errno != errno.EOVERFLOW or limit != 1:
+            raise OSError(error.errno, f"BTRFS_IOC_TREE_SEARCH_V2: {error.strerror}", fd) from None
+        return 1
+    return int(struct.unpack_from("=I", buffer, 64)[0])
+
+
+def highest_inode(fd: int, known: int = FIRST_FREE_OBJECTID) -> int:
+    """The highest inode number in the subvolume that `fd` lies in. `known`: one it once was, where the search begins."""
+    buffer = bytearray(_SEARCH_KEY.size + 4096)
+
+    def next_from(number: int) -> int | None:
+        if not _search(fd, number, 1, buffer):
+            return None
+        return int(_SEARCH_HEADER.unpack_from(buffer, _SEARCH_KEY.size)[1])
+
+    low, high, step = next_from(known), known, 1
+    if low is None:
+        low = FIRST_FREE_OBJECTID  # what was highest is gone
+    else:
+        while (found := next_from(low + step)) is not None:
+            low, step = found, step * 2
+        high = low + step
+    while low + 1 < high:
+        middle = (low + high) // 2
+        found = next_from(middle)
+        if found is None:
+            high = middle
+        else:
+            low = found
+    return low
+
+
+def count_inodes(fd: int, stop_at: int) -> int:
+    """How many inodes the subvolume has, its root included; `stop_at` if there are that many or more. Some microseconds each."""
+    buffer = bytearray(_SEARCH_KEY.size + _SEARCH_BYTES)
+    count, lowest = 0, FIRST_FREE_OBJECTID
+    while count < stop_at:
+        found = _search(fd, lowest, 2**32 - 1, buffer)
+        if not found:
+            return count
+        position = _SEARCH_KEY.size
+        for _ in range(found):
+            _, number, _, kind, length = _SEARCH_HEADER.unpack_from(buffer, position)
+            position += _SEARCH_HEADER.size + length
+            count += kind == _INODE_ITEM
+            # An inode's own item is its first: go on with the next inode, however many names or extents this one has.
+            lowest = number + 1
+    return stop_at
+
+
 # --- the disk ------------------------------------------------------------------------------------------------------
 
 
 def sync(fd: int) -> None:
     """Commit the file system: afterwards usage is exact and what was written survives a crash."""
     _ioctl(fd, SYNC, 0, "BTRFS_IOC_SYNC")
+
+
+def start_sync(fd: int) -> None:
+    """Begin to commit what metadata has changed, without waiting and without writing file content out: soon after, usage is exact."""
+    _ioctl(fd, START_SYNC, bytearray(8), "BTRFS_IOC_START_SYNC")
 
 
 def wait_cleaned(fd: int, subvolumes: Sequence[int]) -> None:
