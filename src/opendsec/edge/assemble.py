@@ -12,7 +12,10 @@ from opendsec.edge.admission import Policy
 from opendsec.edge.config import Settings
 from opendsec.edge.log import Log
 from opendsec.images.store import ImageStore
+from opendsec.kernel import features, procfs
 from opendsec.runtime.backend import Backend
+from opendsec.runtime.container.backend import ContainerBackend
+from opendsec.runtime.scratch import ScratchSettings, choose
 
 
 async def _nothing() -> None:
@@ -47,5 +50,39 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def assemble(settings: Settings, edge_id: str, log: Log) -> Parts:
-    """Build them; nothing is started yet."""
-    raise NotImplementedError
+    """Build them; the scratch is started, the backend is not."""
+    found = probed_features()  # forks, so before there are threads
+    images = ImageStore(settings.state_dir / "images")
+    images.prepare()
+    scratch, reason = await choose(settings.state_dir, scratch_settings(settings))
+    log.info("edge.scratch", driver=scratch.name, reason=reason)
+    backend = ContainerBackend(
+        edge_id=edge_id, scratch=scratch, staging=settings.run_dir, lock=settings.state_dir / "spawner.lock"
+    )
+
+    async def close() -> None:
+        await backend.close()
+        await scratch.close()
+
+    return Parts(
+        backends={backend.name: backend},
+        images=images,
+        boot_id=procfs.boot_id(),
+        scratch_driver=f"{scratch.name}: {reason}",
+        scratch_bytes=scratch.size_bytes,
+        scratch_is_memory=scratch.in_memory,
+        features=found,
+        close=close,
+    )
+
+
+def probed_features() -> tuple[Feature, ...]:
+    """The machine's features, as `dsec doctor` shows them."""
+    return tuple(
+        Feature(name=one.name, present=one.present, reason=one.reason, needed_for=one.needed_for, without_it=one.without_it)
+        for one in features.probe_all()
+    )
+
+
+def scratch_settings(settings: Settings) -> ScratchSettings:
+    return msgspec.convert({"driver": settings.scratch_driver, "size_bytes": settings.scratch_size}, ScratchSettings)

@@ -142,7 +142,7 @@ FIELDS: dict[str, _Field] = {
     "memory_limit": _Field(_size, None, "memory to promise in all; default: the machine's, by the two settings that follow"),
     "memory_fraction": _Field(_number(0.01, 1.0), 0.9, "share of the machine's memory that sandboxes may have"),
     "memory_overcommit": _Field(_number(0.1, 100.0), 1.0, "how many times over that share may be promised"),
-    "disk_overcommit": _Field(_number(0.1, 1000.0), 1.0, "how many times over the scratch pool may be promised"),
+    "disk_overcommit": _Field(_number(0.1, 1000.0), 4.0, "how many times over the scratch pool may be promised"),
     "max_sandboxes": _Field(_integer(1, 1_000_000), 10_000, "living sandboxes at once"),
     "max_memory": _Field(_size, None, "the most memory of one sandbox; default: all there is"),
     "max_disk": _Field(_size, None, "the most disk of one sandbox"),

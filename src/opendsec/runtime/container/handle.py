@@ -38,6 +38,7 @@ class ContainerHandle:
         self._files = SandboxFiles(self.open_root, record.uid_base)
         self._emptying: set[str] = set()  # groups of ended commands whose children live on
         self._loop.add_reader(pidfd, self._on_death)
+        backend.scratch.follow(record.sandbox_id, record.limits, self.open_root)
 
     @property
     def sandbox_id(self) -> str:

@@ -15,6 +15,7 @@ Plan = dict[str, object]
 
 PROFILE_NAME = b"container"
 MAX_LOCKED_BYTES = 8 << 20
+MAX_QUEUE_BYTES = 819_200  # of POSIX message queues: the kernel's default
 ZERO_LIMITS = (resource.RLIMIT_CORE, resource.RLIMIT_RTPRIO, resource.RLIMIT_NICE)
 
 
@@ -39,17 +40,15 @@ def group_limits(limits: Limits) -> dict[str, float | int]:
 
 def rlimits(limits: Limits) -> list[tuple[int, int, int]]:
     """(resource, soft, hard). Hard limits only ever fall, since the spawner may lack CAP_SYS_RESOURCE."""
-    return [
-        *((number, 0, 0) for number in ZERO_LIMITS),
-        (
-            resource.RLIMIT_NOFILE,
-            min(limits.open_files, hard(resource.RLIMIT_NOFILE)),
-            min(limits.open_files, hard(resource.RLIMIT_NOFILE)),
-        ),
-        (resource.RLIMIT_MEMLOCK, *[min(MAX_LOCKED_BYTES, hard(resource.RLIMIT_MEMLOCK))] * 2),
-        (resource.RLIMIT_SIGPENDING, *[min(limits.pids * 16 + 1024, hard(resource.RLIMIT_SIGPENDING))] * 2),
-        (resource.RLIMIT_MSGQUEUE, *[min(819_200, hard(resource.RLIMIT_MSGQUEUE))] * 2),
-    ]
+    wanted = {
+        **dict.fromkeys(ZERO_LIMITS, 0),
+        resource.RLIMIT_NOFILE: limits.open_files,
+        resource.RLIMIT_MEMLOCK: MAX_LOCKED_BYTES,
+        resource.RLIMIT_SIGPENDING: limits.pids * 16 + 1024,
+        resource.RLIMIT_MSGQUEUE: MAX_QUEUE_BYTES,
+    }
+    values = {number: min(value, hard(number)) for number, value in wanted.items()}
+    return [(number, value, value) for number, value in values.items()]
 
 
 def hard(number: int) -> int:
