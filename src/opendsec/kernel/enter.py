@@ -12,6 +12,11 @@ Both functions run in a child that leaves by exec or `os._exit` alone. Facts tha
 * Capabilities are full until the last step, because joining a user namespace grants them all; seccomp comes last but exec, because the
   profile forbids what set-up needs.
 
+* A command's child is seen in the sandbox's /proc from its birth, a moment before it has joined. Anybody there may read its mounts,
+  network and command line; so it is born with a root directory that holds nothing (see `Spawner.do_exec`), and until it has joined it
+  reaches files by descriptor alone.
+* Once it has joined, root inside may send it signals. The spawner's handlers are gone by then.
+
 The report channel carries one datagram: `b"ok"` just before exec (with the terminal, if there is one), or a marshalled
 (step, errno, text). After "ok" an exec that fails sends a second one. End of file without "ok" means the child was killed.
 """
@@ -27,7 +32,7 @@ import signal
 import socket
 import stat
 
-from opendsec.kernel import abi, capabilities, cgroups, mounts, netlink, procfs, syscalls, tty
+from opendsec.kernel import abi, capabilities, cgroups, mounts, netlink, syscalls, tty
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -43,6 +48,8 @@ SANDBOX_NAMESPACES = (
 JOINED_NAMESPACES = (SANDBOX_NAMESPACES & ~abi.CLONE_NEWPID) | abi.CLONE_NEWCGROUP
 PATH_DEFAULT = b"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 MAX_PASSWD_BYTES = 1 << 20
+MAX_REPORT_BYTES = 4096
+MAX_REPORT_TEXT = 800  # characters, of at most four bytes each
 
 step = "start"  # where the child is, for the report; a module variable, because every step sets it
 channel = -1  # the descriptor of the report, which moves as the others are put in order
@@ -57,17 +64,24 @@ def run_child(report: int, body: Any, *args: Any) -> NoReturn:
     global channel
     channel = report
     try:
+        signal.set_wakeup_fd(-1)  # that number will soon be another descriptor
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         body(*args)
-        tell(marshal.dumps((step, 0, "ended without exec")))
+        complain(0, "ended without exec")
     except StartError as error:
-        tell(marshal.dumps((step, error.args[0], error.args[1])))
+        complain(error.args[0], error.args[1])
     except OSError as error:
         name = f": {os.fsdecode(error.filename)}" if isinstance(error.filename, str | bytes) else ""
-        tell(marshal.dumps((step, error.errno or 0, f"{error.strerror}{name}")))
+        complain(error.errno or 0, f"{error.strerror}{name}")
     except BaseException as error:  # a bug of ours: it must reach the edge's log, and the child must not return
-        tell(marshal.dumps((step, 0, f"{type(error).__name__}: {error}")))
+        complain(0, f"{type(error).__name__}: {error}")
     finally:
         os._exit(127)
+
+
+def complain(code: int, text: str) -> None:
+    """Report a failure. The text may quote what a caller or an image chose, so its length is bounded here."""
+    tell(marshal.dumps((step, code, text[:MAX_REPORT_TEXT])))
 
 
 def tell(data: bytes, *fds: int) -> None:
@@ -199,16 +213,20 @@ def mask(root: int, dev: int, masked: list[bytes], read_only: list[bytes]) -> No
 # --- a command in a sandbox ----------------------------------------------------------------------------------------
 
 
-def enter_command(plan: Plan, profile: bytes, sandbox: int, stdio: list[int], passed: list[bool]) -> None:
-    """Become the command. `sandbox` is a pidfd of its PID 1; `passed[i]` says whether descriptor i of the command was given in `stdio`."""
+def enter_command(plan: Plan, profile: bytes, proc: int, sandbox: int, joins: list[int], stdio: list[int], passed: list[bool]) -> None:
+    """Become the command. `proc`: the host's; `sandbox`: a pidfd of its PID 1; `joins`: of its cgroups, see `Group.open_join`;
+    `passed[i]` says whether descriptor i of the command was given in `stdio`."""
     global step, channel
-    sandbox, *given = keep(sandbox, *stdio)
+    proc, sandbox, *others = keep(proc, sandbox, *joins, *stdio)
+    joins, given = others[: len(joins)], others[len(joins) :]
     step = "join the cgroups"
-    procfs.write(procfs.path_of("self", "oom_score_adj"), b"500")
-    cgroups.join(plan["join"])
+    adjust = os.open("self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc)
+    os.write(adjust, b"500")
+    cgroups.join_fds(joins)
     step = "join the sandbox"
     syscalls.setns(sandbox, JOINED_NAMESPACES)
-    os.close(sandbox)
+    for fd in (proc, sandbox, adjust, *joins):
+        os.close(fd)
     # The host's root is nobody in here, and what it opened (a terminal) could be given to no user: be the sandbox's root first.
     os.setgroups([])
     os.setresgid(0, 0, 0)

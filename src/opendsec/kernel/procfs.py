@@ -7,6 +7,7 @@ A process may end between two reads; then `OSError` (ENOENT or ESRCH) carries th
 
 from __future__ import annotations
 
+import ctypes
 import os
 
 TYPE_CHECKING = False
@@ -114,6 +115,14 @@ def cmdline(pid: Pid) -> list[bytes]:
     """Arguments as the process presents them (it can write there what it likes); empty for kernel threads, zombies."""
     data = read(path_of(pid, "cmdline"))
     return data.rstrip(b"\0").split(b"\0") if data else []
+
+
+def set_command_line(text: bytes) -> None:
+    """Write over this process's own arguments, as others see them. What does not fit is left out, the rest is cleared."""
+    fields = read(path_of("self", "stat")).rpartition(b")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start, arg_end
+    if end > start:
+        ctypes.memmove(start, text[: end - start - 1].ljust(end - start, b"\0"), end - start)
 
 
 def environ(pid: Pid) -> list[bytes]:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import errno
 import marshal
 import os
+import resource
 import select
 import signal
 import socket
@@ -64,6 +65,8 @@ class Spawner:
         self.dev = -1  # the shared, read-only /dev
         self.init = -1  # our PID 1
         self.own_pid_namespace = os.open(procfs.path_of("self", "ns", "pid"), os.O_RDONLY | os.O_CLOEXEC)
+        self.root = os.open(b"/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.proc = os.open(procfs.PROC, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self.poll = select.epoll()
         self.poll.register(control, select.EPOLLIN)
         # SIGCHLD only has to wake the poll; its handler must exist for the wake-up descriptor to be written.
@@ -105,20 +108,25 @@ class Spawner:
             operation(request, message, fds)
         except OSError as error:
             name = f": {os.fsdecode(error.filename)}" if isinstance(error.filename, str | bytes) else ""
-            self.send({"id": request, "error": ("plan", error.errno or 0, f"{error.strerror}{name}")})
+            self.refuse(request, error.errno or 0, f"{error.strerror}{name}")
         except Exception as error:  # a malformed plan, whatever its kind, must not end the spawner
-            self.send({"id": request, "error": ("plan", errno.EINVAL, f"malformed plan: {type(error).__name__}: {error}")})
+            self.refuse(request, errno.EINVAL, f"malformed plan: {type(error).__name__}: {error}")
         finally:
             for fd in fds:
                 os.close(fd)
         return True
+
+    def refuse(self, request: int, code: int, text: str) -> None:
+        self.send({"id": request, "error": ("plan", code, text[: enter.MAX_REPORT_TEXT])})
 
     def do_ping(self, request: int, message: Message, fds: list[int]) -> None:
         self.send({"id": request, "ok": True})
 
     def do_setup(self, request: int, message: Message, fds: list[int]) -> None:
         """Once at start: the descriptor of PID 1's program comes along; the /dev that all sandboxes share is made here."""
-        self.init = os.dup(fds[0])
+        if self.dev >= 0:
+            raise ValueError("set up already")
+        self.init = copy_init(fds[0])
         self.dev = make_dev()
         self.send({"id": request, "ok": True})
 
@@ -145,11 +153,11 @@ class Spawner:
         group = self.hierarchies.group(plan["group"])
         group.create(plan["limits"])
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        child = -1
+        cgroup, child = None, -1
         try:
-            child = self.fork(
-                request, enter.SANDBOX_NAMESPACES, group, enter.enter_sandbox, plan, profile, theirs.fileno(), self.init, is_command=False
-            )
+            cgroup = group.open_v2_dir()
+            given = (plan, profile, theirs.fileno(), self.init)
+            child = self.fork(request, enter.SANDBOX_NAMESPACES, cgroup, enter.enter_sandbox, *given, is_command=False)
             theirs.close()
             base = b"0 %d 65536" % plan["uid_base"]
             for name, text in (("uid_map", base), ("gid_map", base), ("oom_score_adj", b"500")):
@@ -171,6 +179,8 @@ class Spawner:
         finally:
             ours.close()
             theirs.close()
+            if cgroup is not None:
+                os.close(cgroup)
 
     def do_exec(self, request: int, plan: Message, fds: list[int]) -> None:
         """`fds`: a pidfd of the sandbox's PID 1, then those descriptors of the command that `plan["given"]` marks."""
@@ -178,18 +188,31 @@ class Spawner:
         # The group of the sandbox is there while the sandbox is: never make it anew here, after it was taken away.
         group = self.hierarchies.group(plan["group"]).child(plan["child"])
         os.mkdir(group.tree_path, 0o755)
-        plan["join"] = group.join_paths()
-        # The pid namespace of children is a property of the parent: set it for this one fork, then set it back.
-        syscalls.setns(fds[0], abi.CLONE_NEWPID)
+        cgroup, joins = None, []
         try:
-            self.fork(request, 0, group, enter.enter_command, plan, profile, fds[0], fds[1:], plan["given"], is_command=True)
+            cgroup, joins = group.open_v2_dir(), group.open_join()
+            given = (self.proc, fds[0], joins, fds[1:], plan["given"])
+            # The pid namespace of children is a property of the parent: set it for this one fork, then set it back.
+            syscalls.setns(fds[0], abi.CLONE_NEWPID)
+            try:
+                # So is the root directory. From its birth the child is in the sandbox's /proc, and /proc/<pid>/mountinfo is anybody's to
+                # read: it lists what is mounted beneath that process's root, which is nothing beneath this one.
+                change_root(self.dev)
+                try:
+                    self.fork(request, 0, cgroup, enter.enter_command, plan, profile, *given, is_command=True)
+                finally:
+                    change_root(self.root)
+            finally:
+                syscalls.setns(self.own_pid_namespace, abi.CLONE_NEWPID)
+        except BaseException:
+            os.rmdir(group.tree_path)
+            raise
         finally:
-            syscalls.setns(self.own_pid_namespace, abi.CLONE_NEWPID)
+            close_all(-1 if cgroup is None else cgroup, *joins)
 
-    def fork(self, request: int, flags: int, group: cgroups.Group, body: Any, *args: Any, is_command: bool) -> int:
-        """A child in `flags`' namespaces and in the tree group of `group`, that runs `body(report, *args)`. Its pid."""
+    def fork(self, request: int, flags: int, cgroup: int | None, body: Any, *args: Any, is_command: bool) -> int:
+        """A child in `flags`' namespaces and in the v2 group behind `cgroup`, that runs `body(*args)`. Its pid."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        cgroup = group.open_v2_dir()
         try:
             pid, pidfd = syscalls.clone3(flags, cgroup_fd=cgroup, want_pidfd=True)
             if pid == 0:
@@ -199,8 +222,6 @@ class Spawner:
             raise
         finally:
             theirs.close()
-            if cgroup is not None:
-                os.close(cgroup)
         child = Child(request, pid, pidfd, ours, is_command)
         self.children[pid] = self.reports[ours.fileno()] = child
         self.poll.register(ours, select.EPOLLIN)
@@ -211,7 +232,7 @@ class Spawner:
     def hear(self, child: Child) -> None:
         """A report, or its end: the child has been executed, has failed, or was killed on the way."""
         try:
-            data, fds, _, _ = socket.recv_fds(child.report, 4096, 1)
+            data, fds, _, _ = socket.recv_fds(child.report, enter.MAX_REPORT_BYTES, 1)
         except ConnectionError:
             data, fds = b"", []
         if data == b"ok":
@@ -220,7 +241,7 @@ class Spawner:
             return  # exec itself may still fail: the answer is given at end of file
         self.forget_report(child)
         if data:
-            self.answer(child, {"id": child.request, "error": marshal.loads(data)})
+            self.answer(child, {"id": child.request, "error": read_report(data)})
         elif child.started:
             answer: Message = {"id": child.request, "ok": True, "pid": child.pid, "command": child.is_command}
             self.answer(child, answer, child.pidfd, *([] if child.terminal is None else [child.terminal]))
@@ -293,6 +314,17 @@ def read_message(data: bytes, fds: list[int], flags: int) -> Message:
     return message
 
 
+def read_report(data: bytes) -> tuple[str, int, str]:
+    """A child's (step, errno, text). It was forked from us and nothing hostile can write to its channel; still, it must not end us."""
+    try:
+        step, code, text = marshal.loads(data)
+        if isinstance(step, str) and isinstance(code, int) and isinstance(text, str):
+            return step, code, text
+    except (EOFError, TypeError, ValueError):
+        pass
+    return "start", 0, f"a report that cannot be read: {data[:64]!r}"
+
+
 def make_root(child: int, layers: list[int], plan: Message) -> int:
     """The root file system, detached: id-mapped clones of the layers below, the scratch on top."""
     held: list[int] = []
@@ -314,6 +346,34 @@ def make_root(child: int, layers: list[int], plan: Message) -> int:
         return mounts.overlay(held[len(layers) : 0 : -1], upper, work, attrs=abi.MOUNT_ATTR_NOSUID | abi.MOUNT_ATTR_NODEV)
     finally:
         close_all(*held)
+
+
+def change_root(directory: int) -> None:
+    os.fchdir(directory)
+    os.chroot(b".")
+
+
+def copy_init(source: int) -> int:
+    """A descriptor of a copy of PID 1's program that the host has no path to and that nobody may read or write.
+
+    That it cannot be read has a second effect, which no prctl(2) of the program's own comes early enough for: the kernel then takes the
+    process for the host's, from exec on, and lets nothing in the sandbox trace it or look into it, whatever its capabilities there.
+    """
+    program = b""
+    while part := os.pread(source, 1 << 16, len(program)):
+        program += part
+    mount = mounts.tmpfs(size_bytes=len(program) + (1 << 16), inodes=4, mode=0o700)
+    try:
+        fd = os.open(b"dsec-init", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o700, dir_fd=mount)
+        try:
+            os.write(fd, program)
+            os.fchmod(fd, 0o111)
+        finally:
+            os.close(fd)
+        syscalls.mount_setattr(mount, b"", abi.AT_EMPTY_PATH, set=abi.MOUNT_ATTR_RDONLY)
+        return os.open(b"dsec-init", os.O_PATH | os.O_CLOEXEC, dir_fd=mount)
+    finally:
+        os.close(mount)
 
 
 def make_owned(parent: int, name: bytes, owner: int) -> int:
@@ -362,6 +422,11 @@ def main(control_fd: int) -> None:
 
     syscalls.prctl(abi.PR_SET_DUMPABLE, 0)  # children inherit it: see enter.py
     syscalls.prctl(abi.PR_SET_NAME, b"dsec-spawner")
+    # What a child shows of itself in the sandbox's /proc before it has joined must not tell of the host.
+    syscalls.unshare(abi.CLONE_NEWNET)
+    procfs.set_command_line(b"dsec-spawner")
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # two descriptors a child under way; what it executes gets limits of its own
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the edge's to handle
     gc.disable()
     gc.freeze()  # a collection in a child would touch, and so copy, every page
