@@ -108,10 +108,20 @@ def subvolume_create(parent_fd: int, name: StrPath, *, max_bytes: int | None = N
 
 
 def snapshot(source_fd: int, parent_fd: int, name: StrPath, *, read_only: bool = False, max_bytes: int | None = None) -> None:
-    """Make `name` in a directory a snapshot of the subvolume that `source_fd` is the root of."""
-    inherit = _inherit(max_bytes)
+    """Make `name` in a directory a snapshot of the subvolume that `source_fd` is the root of, with a limit of its own."""
     flags = SUBVOL_RDONLY if read_only else 0
-    _ioctl(parent_fd, SNAP_CREATE_V2, _volume_args(source_fd, flags, name, inherit), "BTRFS_IOC_SNAP_CREATE_V2", name)
+    _ioctl(parent_fd, SNAP_CREATE_V2, _volume_args(source_fd, flags, name), "BTRFS_IOC_SNAP_CREATE_V2", name)
+    # Classic quotas give a snapshot its source's limit, whatever is asked for at its making; simple ones do not.
+    fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=parent_fd)
+    try:
+        qgroup_limit(parent_fd, subvolume_id(fd), max_bytes)
+    except OSError as error:
+        if error.errno != errno.ENOTCONN or max_bytes is not None:
+            subvolume_destroy(parent_fd, name)
+            raise
+        # Quotas are off, and no limit was asked for.
+    finally:
+        os.close(fd)
 
 
 def subvolume_destroy(parent_fd: int, name: StrPath) -> None:
