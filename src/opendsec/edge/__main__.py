@@ -26,7 +26,7 @@ from opendsec.edge.listen import AlreadyRunning, Listener, locked
 from opendsec.edge.log import Log, open_log
 from opendsec.edge.node import Node
 from opendsec.edge.reconcile import reconcile
-from opendsec.edge.server import routes
+from opendsec.edge.server import Routes
 from opendsec.edge.uids import UidRanges, parse_subids
 from opendsec.observe.events import EventSink
 
@@ -77,14 +77,14 @@ async def serve(settings: Settings, log: Log, assembling: Assemble = assemble, r
         node.on_shutdown = stopped.set
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-        router, files = routes(node, parts.features)
-        stack.callback(files.close)
+        served = Routes(node, parts.features)
+        stack.push_async_callback(served.close)
         node.ready()
-        unix = Listener(App(router, log, local=True))
+        unix = Listener(App(served.router, log, local=True))
         stack.push_async_callback(unix.close)
         if settings.tcp is not None:
             assert token is not None  # config refuses tcp without a token file
-            tcp = Listener(App(router, log, local=False, token=token))
+            tcp = Listener(App(served.router, log, local=False, token=token))
             stack.push_async_callback(tcp.close)
             port = await tcp.open_tcp(*settings.tcp)
             log.info("edge.listening", host=settings.tcp[0], port=port)

@@ -76,6 +76,7 @@ class Actions:
     def __init__(self, journal: Journal, directory: Path, clock: Callable[[], float], log: Log) -> None:
         self.journal, self._directory, self._clock, self._log = journal, directory, clock, log
         self._writing: set[str | None] = set()  # files that the journal does not know yet
+        self._outlived: set[asyncio.Task[msgspec.Struct]] = set()
         self._running: dict[str, tuple[bytes, asyncio.Task[msgspec.Struct]]] = {}
 
     async def once(
@@ -87,9 +88,11 @@ class Actions:
         kind: str,
         digest: Callable[[], bytes],
         sandbox_id: str | None = None,
-        replay: Callable[[ActionRow, S], S] = lambda row, recorded: recorded,
+        replay: Callable[[S], S] = lambda recorded: recorded,
+        outlived: bool = False,
     ) -> S:
-        """The result of `work`, or of the earlier action with this id. `replay` may adapt a recorded result to the present."""
+        """The result of `work`, or of the earlier action with this id. `replay` may adapt a recorded result to the present. `outlived`:
+        the action may take as long as a sandbox lives, so `close` does not wait for it; the next edge will call it unknown."""
         if action_id is None:
             return await work(Action(self, None, sandbox_id, kind, b""))
         wanted = digest()
@@ -104,11 +107,13 @@ class Actions:
         if row is not None:
             if row.digest != wanted or row.kind != kind:
                 raise _reused(action_id)
-            return replay(row, await self._recorded(row, result))
+            return replay(await self._recorded(row, result))
         action: Action[S] = Action(self, action_id, sandbox_id, kind, wanted)
         task = asyncio.ensure_future(self._run(action, work))
         self._running[action_id] = (wanted, task)
-        task.add_done_callback(lambda _: self._running.pop(action_id, None))
+        if outlived:
+            self._outlived.add(task)
+        task.add_done_callback(lambda task: self._ended(action_id, task))
         return await asyncio.shield(task)  # a caller who goes away does not cut the action
 
     async def _run(self, action: Action[S], work: Callable[[Action[S]], Awaitable[S]]) -> S:
@@ -160,8 +165,21 @@ class Actions:
                 raise Internal(f"the recorded result of this action cannot be read: {error}") from error
         return decode_result(data or b"{}", kind)
 
-    async def wait_idle(self) -> None:
-        """Until no action is under way."""
+    def running(self, action_id: str) -> bytes | None:
+        """The request's digest, if an action with this id is under way."""
+        running = self._running.get(action_id)
+        return None if running is None else running[0]
+
+    def _ended(self, action_id: str, task: asyncio.Task[msgspec.Struct]) -> None:
+        self._running.pop(action_id, None)
+        self._outlived.discard(task)
+        if not task.cancelled():
+            task.exception()  # its callers may all have gone away
+
+    async def close(self) -> None:
+        """Until no action is under way, but for those that may go on for ever: they are cut."""
+        for task in self._outlived:
+            task.cancel()
         while self._running:
             await asyncio.wait([task for _, task in self._running.values()])
 

@@ -7,12 +7,14 @@ import asyncio
 
 import msgspec
 
+from opendsec.api.exec import ProcessInfo
 from opendsec.api.sandboxes import SandboxInfo
 from opendsec.api.spec import AnySpec, Limits
 from opendsec.edge import lifecycle
 from opendsec.edge.admission import Promise
 from opendsec.edge.clock import Timer
 from opendsec.edge.journal import SandboxRow
+from opendsec.edge.processes import ProcessTable
 from opendsec.runtime.backend import Handle, Record
 
 
@@ -31,7 +33,10 @@ class Box:
     """One sandbox."""
 
     __slots__ = (
+        "adopted",
         "backend",
+        "commands",
+        "earlier",
         "ended",
         "ended_at",
         "handle",
@@ -56,6 +61,9 @@ class Box:
         self.handle: Handle | None = None
         self.timer: Timer | None = None
         self.ended_at: float | None = None
+        self.commands: ProcessTable | None = None  # made with the first command
+        self.adopted = False  # made by an earlier edge
+        self.earlier: dict[str, ProcessInfo] | None = None  # commands that it ran, once somebody asks
         self.ended: asyncio.Future[None] | None = None  # made when somebody waits
 
     def hold(self, handle: Handle) -> None:

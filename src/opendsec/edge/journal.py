@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the edge must not forget, in one SQLite file: sandboxes, actions, events.
+"""What the edge must not forget, in one SQLite file: sandboxes, actions, commands, events.
 
 An intent is written before its side effect and the outcome after it, so that the next edge process can tell what may be half done. Many
 intents or outcomes share one transaction.
@@ -74,6 +74,18 @@ CREATE TABLE actions (
 );
 CREATE INDEX actions_pending ON actions (state) WHERE state = 'pending';
 CREATE INDEX actions_of_sandbox ON actions (sandbox_id);
+CREATE TABLE commands (
+    id INTEGER PRIMARY KEY,
+    process_id TEXT NOT NULL UNIQUE,
+    sandbox_id TEXT NOT NULL,
+    kind TEXT NOT NULL,             -- run, session
+    action_id TEXT,
+    command TEXT NOT NULL,          -- for people
+    started_at REAL NOT NULL,
+    ended_at REAL,
+    result BLOB                     -- ExecResult without output; NULL with ended_at: unknown
+);
+CREATE INDEX commands_pending ON commands (id) WHERE ended_at IS NULL;
 CREATE TABLE events (seq INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, sandbox_id TEXT, data BLOB NOT NULL);
 """
 
@@ -121,6 +133,20 @@ _INSERT_SANDBOX = f"INSERT INTO sandboxes VALUES ({','.join('?' * len(_SANDBOX_C
 _UPDATE_SANDBOX = (
     "UPDATE sandboxes SET state = ?, held = ?, expires_at = ?, used_at = ?, busy = ?, ended_at = ?, message = ?, record = ? WHERE id = ?"
 )
+
+
+class CommandRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A row of `commands`, its fields in the table's order."""
+
+    id: int
+    process_id: str
+    sandbox_id: str
+    kind: str
+    action_id: str | None
+    command: str
+    started_at: float
+    ended_at: float | None
+    result: bytes | None
 
 
 class NewerFormat(Exception):
@@ -291,6 +317,31 @@ class Journal:
     def result_files(self) -> set[str]:
         return {str(row[0]) for row in self._db.execute("SELECT result_file FROM actions WHERE result_file IS NOT NULL")}
 
+    # --- commands ------------------------------------------------------------------------------------------------------
+
+    def begin_command(self, process_id: str, sandbox_id: str, kind: str, action_id: str | None, command: str, at: float) -> None:
+        """Write the intent to start a command."""
+        self._write(
+            "INSERT INTO commands (process_id, sandbox_id, kind, action_id, command, started_at) VALUES (?, ?, ?, ?, ?, ?)",
+            (process_id, sandbox_id, kind, action_id, command, at),
+        )
+
+    def end_command(self, process_id: str, at: float, result: bytes | None) -> None:
+        self._write("UPDATE commands SET ended_at = ?, result = ? WHERE process_id = ?", (at, result, process_id))
+
+    def drop_command(self, process_id: str) -> None:
+        """It was refused before anything happened."""
+        self._write("DELETE FROM commands WHERE process_id = ?", (process_id,))
+
+    def commands_of(self, sandbox_id: str) -> list[CommandRow]:
+        """Oldest first. Reads the whole table, which retention keeps short."""
+        rows = self._db.execute("SELECT * FROM commands WHERE sandbox_id = ? ORDER BY id", (sandbox_id,))
+        return [msgspec.convert(row, CommandRow, strict=False) for row in rows]
+
+    def end_all_commands(self, at: float) -> int:
+        """At start: what an earlier edge ran has ended unknown. How many there were."""
+        return self._write("UPDATE commands SET ended_at = ? WHERE ended_at IS NULL", (at,))
+
     # --- events --------------------------------------------------------------------------------------------------------
 
     def add_events(self, events: Iterable[Event]) -> None:
@@ -330,14 +381,12 @@ class Journal:
             ).fetchall()
             self._db.executemany("DELETE FROM sandboxes WHERE id = ?", old)
             self._db.execute(
-                "DELETE FROM actions WHERE state != 'pending' AND ended_at < ? AND (sandbox_id IS NULL OR substr(action_id, 1, 1) = '#'"
-                " OR sandbox_id NOT IN (SELECT id FROM sandboxes WHERE held))",
+                "DELETE FROM actions WHERE state != 'pending' AND ended_at < ?"
+                " AND (sandbox_id IS NULL OR sandbox_id NOT IN (SELECT id FROM sandboxes WHERE held))",
                 (now - keep.actions_s,),
             )
             self._db.execute(
-                "DELETE FROM actions WHERE substr(action_id, 1, 1) = '#' AND state != 'pending' AND id <="
-                " (SELECT max(id) FROM actions) - ?",
-                (keep.unnamed_count,),
+                "DELETE FROM commands WHERE ended_at IS NOT NULL AND id <= (SELECT max(id) FROM commands) - ?", (keep.commands,)
             )
             self._db.execute("DELETE FROM events WHERE seq <= (SELECT max(seq) FROM events) - ?", (keep.events,))
             self._db.execute("DELETE FROM templates WHERE id NOT IN (SELECT template FROM sandboxes)")
@@ -350,7 +399,7 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
     ended_s: float = 86_400.0  # ended sandboxes
     ended_count: int = 10_000
     actions_s: float = 7 * 86_400.0  # results of actions, beyond the life of their sandbox
-    unnamed_count: int = 10_000  # commands without an action id
+    commands: int = 10_000  # ended ones, known by their process ids
     events: int = 100_000
 
 

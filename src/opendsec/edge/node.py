@@ -62,6 +62,9 @@ class Node:
         self.started_at = clock.time()
         self.phase: str = "starting"
         self.on_shutdown: Callable[[], None] = lambda: None
+        self.on_destroy: list[Callable[[Box], None]] = []  # before a sandbox is destroyed
+        self.on_destroyed: list[Callable[[Box], None]] = []  # once nothing of it is left
+        self.flushers: list[Callable[[], None]] = []  # each writes what may be written late
         self._retention, self._scratch_driver = retention, scratch_driver
         self._dirty: set[Box] = set()
         self._flush_timer: asyncio.TimerHandle | None = None
@@ -98,6 +101,8 @@ class Node:
                     self.uids.give_back(box.uid_base)
                     self.promised = self.promised.minus(box.promise)
                     box.handle = None
+                    for let_go in self.on_destroyed:
+                        let_go(box)
                     box.tell_ended()
                 case lifecycle.Emit(kind, message):
                     if message:
@@ -138,6 +143,8 @@ class Node:
                 for box in dirty:
                     if box.id in self.boxes:
                         self.journal.update_sandbox(box.row())
+                for write in self.flushers:
+                    write()
                 self.events.flush()
         except Unavailable as error:
             self.log.error("journal.not_written", reason=str(error))
@@ -159,6 +166,8 @@ class Node:
         task.add_done_callback(self._tasks.discard)
 
     async def _destroy(self, box: Box) -> None:
+        for begin in self.on_destroy:
+            begin(box)
         try:
             if box.handle is not None:
                 await box.handle.destroy()
@@ -213,7 +222,7 @@ class Node:
             result=CreateResponse,
             kind="create",
             digest=lambda: request_digest("create", wire.encode(request)),
-            replay=lambda _, recorded: self._replay_create(recorded),
+            replay=self._replay_create,
         )
 
     async def _create(self, spec: AnySpec, limits: Limits, count: int, action: Action[CreateResponse]) -> CreateResponse:
@@ -407,7 +416,7 @@ class Node:
 
         digest = request_digest("kill", sandbox_id.encode())
         return await self.actions.once(
-            action_id, work, result=SandboxInfo, kind="kill", digest=lambda: digest, sandbox_id=sandbox_id, replay=lambda _, __: box.info()
+            action_id, work, result=SandboxInfo, kind="kill", digest=lambda: digest, sandbox_id=sandbox_id, replay=lambda _: box.info()
         )
 
     async def kill_all(self, message: str) -> None:
@@ -445,7 +454,7 @@ class Node:
     async def close(self) -> None:
         """Write everything down and let go; living sandboxes stay."""
         self.drain()
-        await self.actions.wait_idle()
+        await self.actions.close()
         while self._tasks:
             await asyncio.wait(self._tasks)
         self.events.emit("edge.stopped")

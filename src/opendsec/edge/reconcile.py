@@ -19,6 +19,7 @@ from opendsec.api.exec import ExecResult, ProcessInfo
 from opendsec.api.sandboxes import CreateResponse, Slot
 from opendsec.edge import lifecycle
 from opendsec.edge.box import Box, Template
+from opendsec.edge.commands import UNKNOWN
 from opendsec.edge.journal import ActionRow
 from opendsec.edge.node import Node
 
@@ -79,6 +80,7 @@ async def _adopt(node: Node, box: Box, rebooted: bool) -> None:
         node.apply(box, lifecycle.Died(node.clock.time(), str(error)))
         return
     node.hold(box, handle)
+    box.adopted = True
     node.apply(box, lifecycle.Adopted(node.clock.time()))
 
 
@@ -86,6 +88,7 @@ def _settle(node: Node) -> None:
     """No action stays pending: what nobody can know is recorded as unknown, so that a repetition is told so and nothing runs twice."""
     now = node.clock.time()
     with node.journal.transaction():
+        node.journal.end_all_commands(now)
         for row in node.journal.pending_actions():
             node.journal.end_action(row.action_id, at=now, state="unknown", result=_outcome(node, row))
 
@@ -93,8 +96,7 @@ def _settle(node: Node) -> None:
 def _outcome(node: Node, row: ActionRow) -> bytes:
     if row.kind == "create":
         return msgspec.json.encode(CreateResponse(tuple(_slot(node, sandbox_id) for sandbox_id in row.detail.split())))
-    action_id = None if row.action_id.startswith("#") else row.action_id
-    lost = ExecResult(outcome="unknown", process_id=row.detail, action_id=action_id, message="the edge ended while the command ran")
+    lost = ExecResult(outcome="unknown", process_id=row.detail, action_id=row.action_id, message=UNKNOWN)
     if row.kind in ("run", "stream", "session_run"):
         return msgspec.json.encode(lost)
     if row.kind == "start":
@@ -105,7 +107,7 @@ def _outcome(node: Node, row: ActionRow) -> bytes:
                 state="ended",
                 command="",
                 started_at=row.started_at,
-                action_id=action_id,
+                action_id=row.action_id,
                 result=lost,
             )
         )

@@ -3,18 +3,113 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
 from opendsec.api.errors import Unsupported
-from opendsec.edge.http import Answer, Handler, Request
+from opendsec.api.exec import TIMEOUT_S, Command, ExecResult, ProcessInfo, ProcessList, Pty, SignalRequest
+from opendsec.edge.commands import Commands
+from opendsec.edge.http import Answer, Disconnected, Handler, Lines, Request
 from opendsec.edge.node import Node
+
+OFFSET = (0, 1 << 62)
+T = TypeVar("T")
 
 
 class ExecRoutes:
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    """Handlers for one node."""
+
+    def __init__(self, node: Node, commands: Commands) -> None:
+        self._node, self._commands = node, commands
 
     def handlers(self) -> dict[str, Handler]:
-        names = "RUN STREAM START PROCESSES PROCESS WAIT ATTACH STDIN SIGNAL RESIZE OPEN_SESSION SESSION SESSION_RUN SESSION_CLOSE"
-        return dict.fromkeys(names.split(), self.later)
+        return {
+            "RUN": self.run,
+            "STREAM": self.stream,
+            "START": self.start,
+            "PROCESSES": self.processes,
+            "PROCESS": self.process,
+            "WAIT": self.wait,
+            "ATTACH": self.attach,
+            "STDIN": self.stdin,
+            "SIGNAL": self.signal,
+            "RESIZE": self.resize,
+            "OPEN_SESSION": self.later,
+            "SESSION": self.later,
+            "SESSION_RUN": self.later,
+            "SESSION_CLOSE": self.later,
+        }
+
+    async def run(self, request: Request) -> ExecResult:
+        return await self._commands.run(request.params[0], await _command(request))
+
+    async def stream(self, request: Request) -> Lines:
+        return Lines(await self._commands.stream(request.params[0], await _command(request)))
+
+    async def start(self, request: Request) -> ProcessInfo:
+        return await self._commands.start(request.params[0], await _command(request))
+
+    async def processes(self, request: Request) -> ProcessList:
+        return self._commands.list(request.params[0])
+
+    async def process(self, request: Request) -> ProcessInfo:
+        return self._commands.info(request.params[0], request.params[1])
+
+    async def wait(self, request: Request) -> ExecResult:
+        sandbox_id, process_id = request.params
+        box, _ = self._commands.table(sandbox_id)
+        timeout_s = request.number("timeout_s", TIMEOUT_S)
+        with self._node.use(box):
+            return await _unless_gone(request, self._commands.wait(sandbox_id, process_id, timeout_s))
+
+    async def attach(self, request: Request) -> Lines:
+        stdout_offset = request.integer("stdout_offset", OFFSET) or 0
+        stderr_offset = request.integer("stderr_offset", OFFSET) or 0
+        sandbox_id, process_id = request.params
+        return Lines(self._commands.attach(sandbox_id, process_id, stdout_offset, stderr_offset))
+
+    async def stdin(self, request: Request) -> None:
+        close = request.flag("close")
+        box, table = self._commands.table(request.params[0])
+        process = table.get(request.params[1])
+        with self._node.use(box):
+            async for chunk in request.chunks():
+                await process.write_stdin(chunk, close=False)
+            await process.write_stdin(b"", close=close)
+
+    async def signal(self, request: Request) -> ProcessInfo:
+        wanted = await request.json(SignalRequest)
+        wanted.check()
+        box, table = self._commands.table(request.params[0])
+        with self._node.use(box):
+            return table.signal(request.params[1], wanted.signal, tree=wanted.tree)
+
+    async def resize(self, request: Request) -> ProcessInfo:
+        size = await request.json(Pty)
+        size.check()
+        box, table = self._commands.table(request.params[0])
+        with self._node.use(box):
+            return table.resize(request.params[1], size)
 
     async def later(self, request: Request) -> Answer:
         raise Unsupported("not yet")
+
+
+async def _command(request: Request) -> Command:
+    command = await request.json(Command)
+    command.check()
+    return command
+
+
+async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, or Disconnected as soon as nobody waits for it any more."""
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(request.gone())
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Disconnected
+        return working.result()
+    finally:
+        gone.cancel()
+        working.cancel()

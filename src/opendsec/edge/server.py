@@ -21,6 +21,7 @@ from opendsec.api.sandboxes import (
     Usage,
 )
 from opendsec.api.spec import CreateRequest
+from opendsec.edge.commands import Commands
 from opendsec.edge.http import Handler, Lines, Request, Router
 from opendsec.edge.lifecycle import LIVING
 from opendsec.edge.node import Node
@@ -164,7 +165,14 @@ class NodeRoutes:
         return await self._node.images.collect(self._node.layers_in_use(), dry_run=dry_run)
 
 
-def routes(node: Node, features: Sequence[Feature] = ()) -> tuple[Router, FileRoutes]:
-    """The router of one node. The file routes have threads: close them at the end."""
-    files = FileRoutes(node)
-    return Router({**NodeRoutes(node, features).handlers(), **ExecRoutes(node).handlers(), **files.handlers()}), files
+class Routes:
+    """The router of one node, and what stands behind it. To be closed after the last request."""
+
+    def __init__(self, node: Node, features: Sequence[Feature] = ()) -> None:
+        self._files, self._commands = FileRoutes(node), Commands(node)
+        handlers = NodeRoutes(node, features).handlers() | ExecRoutes(node, self._commands).handlers() | self._files.handlers()
+        self.router = Router(handlers)
+
+    async def close(self) -> None:
+        self._files.close()
+        await self._commands.close()

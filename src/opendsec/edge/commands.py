@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands of sandboxes as the node runs them: a journaled intent before each, its outcome after, action ids on top.
+
+The process table (`processes`) knows how to run one; this module knows which must not run twice, and what an edge that has since died
+had begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import TypeVar
+
+import msgspec
+
+from opendsec.api import ids, wire
+from opendsec.api.errors import NotFound, OpenDSecError, Unavailable
+from opendsec.api.exec import Captured, Command, ExecEvent, ExecResult, ProcessInfo, ProcessList, StreamName
+from opendsec.edge import lifecycle
+from opendsec.edge.actions import Action, request_digest
+from opendsec.edge.box import Box
+from opendsec.edge.journal import CommandRow
+from opendsec.edge.node import Node
+from opendsec.edge.process import Process, summary
+from opendsec.edge.processes import Defaults, Execution, ProcessTable
+
+R = TypeVar("R", ExecResult, ProcessInfo)
+UNKNOWN = "the edge ended while the command ran"
+
+
+class Commands:
+    """Of one node."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self.execution = Execution(emit=self._emit)
+        node.flushers.append(self._write_outcomes)
+        node.on_destroy.append(_begin_kill)
+        node.on_destroyed.append(_let_go)
+        self._outcomes: list[tuple[str, float, ExecResult]] = []  # of commands that ended since the last flush
+
+    async def close(self) -> None:
+        """After the last request. Commands of living sandboxes are let go, and end unknown."""
+        for box in self._node.boxes.values():
+            if box.commands is not None:
+                box.commands.close()
+        await self.execution.close()
+
+    def _emit(self, kind: str, sandbox_id: str | None = None, **data: str | int | float | bool | None) -> None:
+        self._node.events.emit(kind, sandbox_id, **data)
+        if kind == "exec.ended" and sandbox_id is not None:
+            box, process_id = self._node.boxes.get(sandbox_id), data["process_id"]
+            if box is not None and box.commands is not None and isinstance(process_id, str):
+                # A command without an action id has no promise to keep: its outcome may wait for other writes.
+                result = box.commands.get(process_id).result(output=False)
+                self._outcomes.append((process_id, self._node.clock.time(), result))
+
+    def _write_outcomes(self) -> None:
+        outcomes, self._outcomes = self._outcomes, []
+        for process_id, at, result in outcomes:
+            self._node.journal.end_command(process_id, at, msgspec.json.encode(result))
+
+    def table(self, sandbox_id: str) -> tuple[Box, ProcessTable]:
+        """Raises NotFound, SandboxLost, Conflict."""
+        box, handle = self._node.running(sandbox_id)
+        if box.commands is None:
+            template = box.template
+            defaults = Defaults(env=template.env, cwd=template.workdir, user=template.user)
+            active = 0
+
+            def on_active(count: int) -> None:
+                nonlocal active
+                now = self._node.clock.time()
+                self._node.apply(box, lifecycle.UseStarted(now) if count > active else lifecycle.UseEnded(now))
+                active = count
+
+            box.commands = ProcessTable(self.execution, handle, defaults, on_active=on_active)
+        return box, box.commands
+
+    # --- start -----------------------------------------------------------------------------------------------------------
+
+    async def _start(self, box: Box, table: ProcessTable, command: Command, action: Action[ExecResult] | Action[ProcessInfo]) -> Process:
+        """Journal the intent, then start."""
+        process_id, now = ids.new_id(ids.PROCESS), self._node.clock.time()
+        journal = self._node.journal
+        with journal.transaction():
+            journal.begin_command(process_id, box.id, "run", command.action_id, summary(command), now)
+            action.begin(process_id, now)
+        try:
+            return await table.start(command, process_id=process_id)
+        except OpenDSecError:
+            journal.drop_command(process_id)
+            raise
+
+    async def run(self, sandbox_id: str, command: Command) -> ExecResult:
+        """Start and wait."""
+        box, table = self.table(sandbox_id)
+
+        async def work(action: Action[ExecResult]) -> ExecResult:
+            process = await self._start(box, table, command, action)
+            return await process.wait()
+
+        return await self._once(box, command, "run", work, ExecResult)
+
+    async def start(self, sandbox_id: str, command: Command) -> ProcessInfo:
+        """Start, and leave it running."""
+        box, table = self.table(sandbox_id)
+
+        async def work(action: Action[ProcessInfo]) -> ProcessInfo:
+            return (await self._start(box, table, command, action)).info()
+
+        recorded = await self._once(box, command, "start", work, ProcessInfo)
+        try:
+            return self.info(sandbox_id, recorded.id)  # a repetition sees it as it is now
+        except NotFound:
+            return recorded
+
+    async def stream(self, sandbox_id: str, command: Command) -> AsyncGenerator[ExecEvent, None]:
+        """Start and follow. A repeated action id follows the running command, or tells the recorded result."""
+        box, table = self.table(sandbox_id)
+        started: asyncio.Future[Process] = asyncio.get_running_loop().create_future()
+        before = None if command.action_id is None else self._node.actions.running(command.action_id)
+
+        async def work(action: Action[ExecResult]) -> ExecResult:
+            process = await self._start(box, table, command, action)
+            started.set_result(process)
+            return await process.wait() if command.action_id is not None else ExecResult(outcome="unknown", process_id=process.id)
+
+        ending = asyncio.ensure_future(self._once(box, command, "stream", work, ExecResult))
+        if before is not None and before == self._digest(box, command, "stream"):
+            for info in table.list():
+                if info.action_id == command.action_id and not started.done():
+                    started.set_result(table.get(info.id))
+        await asyncio.wait((started, ending), return_when=asyncio.FIRST_COMPLETED)
+        if started.done():
+            ending.add_done_callback(_seen)  # its result is for the journal, this caller reads the events
+            return started.result().events(announce=True)
+        return _replay(await ending)
+
+    async def _once(self, box: Box, command: Command, kind: str, work: Callable[[Action[R]], Awaitable[R]], result: type[R]) -> R:
+        return await self._node.actions.once(
+            command.action_id,
+            work,
+            result=result,
+            kind=kind,
+            digest=lambda: self._digest(box, command, kind),
+            sandbox_id=box.id,
+            outlived=True,
+        )
+
+    @staticmethod
+    def _digest(box: Box, command: Command, kind: str) -> bytes:
+        return request_digest(kind, box.id.encode(), wire.encode(command))
+
+    # --- those that run or ran ---------------------------------------------------------------------------------------------
+
+    def _earlier(self, box: Box) -> dict[str, ProcessInfo]:
+        """Commands that earlier edges ran in an adopted sandbox."""
+        if box.earlier is None:
+            box.earlier = {row.process_id: _earlier(row) for row in self._node.journal.commands_of(box.id)} if box.adopted else {}
+        return box.earlier
+
+    def list(self, sandbox_id: str) -> ProcessList:
+        box, table = self.table(sandbox_id)
+        return ProcessList((*self._earlier(box).values(), *table.list()))
+
+    def info(self, sandbox_id: str, process_id: str) -> ProcessInfo:
+        """Raises NotFound."""
+        box, table = self.table(sandbox_id)
+        return self._earlier(box).get(process_id) or table.info(process_id)
+
+    async def wait(self, sandbox_id: str, process_id: str, timeout_s: float | None) -> ExecResult:
+        """Raises Unavailable if it has not ended after `timeout_s`."""
+        box, table = self.table(sandbox_id)
+        earlier = self._earlier(box).get(process_id)
+        if earlier is not None and earlier.result is not None:
+            return earlier.result
+        try:
+            return await table.wait(process_id, timeout_s)
+        except TimeoutError:
+            raise Unavailable(f"the command has not ended within {timeout_s:g} s", data={"state": "running"}) from None
+
+    def attach(self, sandbox_id: str, process_id: str, stdout_offset: int, stderr_offset: int) -> AsyncGenerator[ExecEvent, None]:
+        box, table = self.table(sandbox_id)
+        earlier = self._earlier(box).get(process_id)
+        if earlier is not None and earlier.result is not None:
+            return _replay(earlier.result, announce=False)
+        return table.attach(process_id, stdout_offset=stdout_offset, stderr_offset=stderr_offset)
+
+
+async def _replay(result: ExecResult, *, announce: bool = True) -> AsyncGenerator[ExecEvent, None]:
+    """A recorded result as the events that once told it."""
+    if announce:
+        yield ExecEvent(kind="started", process_id=result.process_id)
+    streams: tuple[tuple[StreamName, Captured], ...] = (("stdout", result.stdout), ("stderr", result.stderr))
+    for name, captured in streams:
+        at = len(captured.head)
+        if captured.head:
+            yield ExecEvent(kind="output", process_id=result.process_id, stream=name, data=captured.head)
+        if captured.truncated:
+            yield ExecEvent(kind="gap", process_id=result.process_id, stream=name, offset=at, missing_bytes=captured.omitted_bytes)
+            at += captured.omitted_bytes
+        if captured.tail:
+            yield ExecEvent(kind="output", process_id=result.process_id, stream=name, offset=at, data=captured.tail)
+    bare = msgspec.structs.replace(result, stdout=Captured(), stderr=Captured())
+    yield ExecEvent(kind="exit", process_id=result.process_id, result=bare)
+
+
+def _earlier(row: CommandRow) -> ProcessInfo:
+    if row.result is None:
+        result = ExecResult(outcome="unknown", process_id=row.process_id, action_id=row.action_id, message=UNKNOWN)
+    else:
+        result = msgspec.json.decode(row.result, type=ExecResult)
+    return ProcessInfo(
+        id=row.process_id,
+        sandbox_id=row.sandbox_id,
+        state="ended",
+        command=row.command,
+        started_at=row.started_at,
+        action_id=row.action_id,
+        result=result,
+    )
+
+
+def _begin_kill(box: Box) -> None:
+    if box.commands is not None and box.state.phase == "stopping":
+        box.commands.begin_kill(box.state.message)
+
+
+def _let_go(box: Box) -> None:
+    if box.commands is not None:
+        box.commands.close()
+        box.commands.forget_all()
+        box.commands = None
+
+
+def _seen(task: asyncio.Future[ExecResult]) -> None:
+    if not task.cancelled():
+        task.exception()
