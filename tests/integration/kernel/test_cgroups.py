@@ -111,7 +111,7 @@ def test_create_sets_every_limit_and_remove_leaves_nothing(hierarchies: cgroups.
         with pytest.raises(FileExistsError):
             group.create()
         with pytest.raises(ValueError, match="unknown limits"):
-            group.update({"memroy": 1})
+            group.update({"memory": 1})
     finally:
         group.remove()
     group.remove()  # again is fine

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from opendsec.kernel import features, procfs
+from opendsec.kernel.probes import tools
 
 # What this project's machines for CI must have; the rest may be missing there.
 NEEDED = {
@@ -75,14 +76,14 @@ def test_errors_become_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
         raise PermissionError(1, "Operation not permitted", "/some/file")
 
     def hangs_up(scratch: str) -> str:
-        features._in_child(lambda: os.kill(os.getpid(), 9))
+        tools.in_child(lambda: os.kill(os.getpid(), 9))
         return ""
 
     for name, run, reason in (
         ("openat2", fails, "Operation not permitted (/some/file)"),
         ("pidfd", hangs_up, "the probe ended with SIGKILL"),
     ):
-        monkeypatch.setitem(features._probes, name, features._Probe(run, "x", "y"))
+        monkeypatch.setitem(features._probes, name, features._Probe(name, run, "x", "y"))
         assert features.probe(name) == features.Feature(name, False, reason, "x", "y")
 
 
