@@ -9,98 +9,24 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 import uvloop
 
-from opendsec.api import ids
 from opendsec.edge import config
-from opendsec.edge.actions import Actions
-from opendsec.edge.asgi import App
-from opendsec.edge.assemble import Parts, assemble
-from opendsec.edge.clock import SystemClock
+from opendsec.edge.assemble import assemble
 from opendsec.edge.config import BadSettings, Settings
-from opendsec.edge.images import Catalog
-from opendsec.edge.journal import Journal, NewerFormat
-from opendsec.edge.listen import AlreadyRunning, Listener, locked
+from opendsec.edge.journal import NewerFormat
+from opendsec.edge.listen import AlreadyRunning, locked
 from opendsec.edge.log import Log, open_log
-from opendsec.edge.node import Node
-from opendsec.edge.reconcile import reconcile
-from opendsec.edge.server import Routes
-from opendsec.edge.uids import UidRanges, parse_subids
-from opendsec.observe.events import EventSink
-
-Assemble = Callable[[Settings, str, Log], Awaitable[Parts]]
+from opendsec.edge.serve import Assemble, serve
 
 
-async def serve(settings: Settings, log: Log, assembling: Assemble = assemble, ready: Callable[[], None] = lambda: None) -> None:
-    """Run one edge until it is told to stop (SIGTERM, SIGINT, the shutdown route). The locks are held by the caller."""
-    token = config.read_token(settings.token_file) if settings.token_file is not None else None
-    async with contextlib.AsyncExitStack() as stack:
-        journal = Journal(settings.journal)
-        stack.callback(journal.close)
-        edge_id = journal.meta("edge_id")
-        if edge_id is None:
-            edge_id = ids.new_id(ids.EDGE)
-            journal.set_meta("edge_id", edge_id)
-        clock = SystemClock()
-        node: Node | None = None
-        events = EventSink(
-            clock=clock.time,
-            store=journal.add_events,
-            schedule=lambda: node.flush_soon() if node is not None else None,
-            last_seq=journal.last_event(),
-        )
-        results = settings.state_dir / "results"
-        results.mkdir(mode=0o700, exist_ok=True)
-        parts = await assembling(settings, edge_id, log)
-        node = Node(
-            edge_id=edge_id,
-            journal=journal,
-            actions=Actions(journal, results, clock.time, log),
-            backends=parts.backends,
-            images=Catalog(parts.images),
-            policy=parts.policy(settings),
-            uids=UidRanges(settings.uid_base, settings.uid_ranges, excluded=_foreign_uids()),
-            events=events,
-            clock=clock,
-            log=log,
-            retention=settings.retention(),
-            scratch_driver=parts.scratch_driver,
-        )
-        stack.push_async_callback(parts.close)
-        stack.push_async_callback(node.close)
-        for backend in parts.backends.values():
-            await backend.start()
-        await reconcile(node, parts.boot_id)
-        stopped = asyncio.Event()
-        node.on_shutdown = stopped.set
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-        served = Routes(node, parts.features)
-        stack.push_async_callback(served.close)
-        node.ready()
-        unix = Listener(App(served.router, log, local=True))
-        stack.push_async_callback(unix.close)
-        if settings.tcp is not None:
-            assert token is not None  # config refuses tcp without a token file
-            tcp = Listener(App(served.router, log, local=False, token=token))
-            stack.push_async_callback(tcp.close)
-            port = await tcp.open_tcp(*settings.tcp)
-            log.info("edge.listening", host=settings.tcp[0], port=port)
-        await unix.open_unix(settings.socket)
-        log.info("edge.ready", edge_id=edge_id, socket=str(settings.socket), pid=os.getpid(), sandboxes=node.info().sandboxes)
-        ready()
-        await stopped.wait()
-        log.info("edge.stopping", edge_id=edge_id)
-
-
-def _foreign_uids() -> list[tuple[int, int]]:
-    spans = []
-    for path in ("/etc/subuid", "/etc/subgid"):
-        with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
-            spans += parse_subids(file.read())
-    return spans
+async def _serve_until_signalled(settings: Settings, log: Log, assembling: Assemble) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await serve(settings, log, assembling, stop=stop, ready=lambda serving: _tell_ready(settings.ready_fd))
 
 
 def _tell_ready(fd: int | None) -> None:
@@ -128,7 +54,7 @@ def main(arguments: Sequence[str] | None = None, assembling: Assemble = assemble
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
         with locked(settings.state_dir), locked(settings.run_dir), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(settings, log, assembling, lambda: _tell_ready(settings.ready_fd)))
+            runner.run(_serve_until_signalled(settings, log, assembling))
     except (AlreadyRunning, NewerFormat, BadSettings, ValueError) as error:
         print(f"dsec-edge: {error}", file=sys.stderr)
         return 1
