@@ -123,53 +123,63 @@ def restrict(plan: Plan, profile: bytes) -> None:
 
 
 def enter_sandbox(plan: Plan, profile: bytes, sync: int, init: int) -> None:
-    """Become PID 1 of a new sandbox. Born in all its namespaces but the cgroup one; the parent sends root and /dev over `sync`."""
+    """Become PID 1 of a new sandbox. Born in all its namespaces but the cgroup one.
+
+    The parent says over `sync` when the ids are mapped, and then sends root and /dev; what needs neither is done while it works.
+    """
     global step
     sync, init = keep(sync, init)
-    step = "wait for the root file system"
-    with socket.socket(fileno=sync) as parent:
-        data, received, _, _ = socket.recv_fds(parent, 16, 2)
-    if data != b"go":
-        os._exit(126)  # the spawner gave up or died
-    root, dev = received
-    step = "become root inside"
-    os.setgroups([])
-    os.setresgid(0, 0, 0)
-    os.setresuid(0, 0, 0)
-    os.setsid()
-    os.umask(0o022)
-    syscalls.unshare(abi.CLONE_NEWCGROUP)
+    step = "network"
+    netlink.loopback_up()
+    syscalls.sethostname(plan["hostname"])
     step = "mount"
     syscalls.mount(None, b"/", None, abi.MS_REC | abi.MS_PRIVATE)
+    capabilities.drop_bounding(plan["capabilities"])
+    step = "wait for the id maps"
+    with socket.socket(fileno=sync) as parent:
+        hear(parent, b"mapped")
+        step = "become root inside"
+        os.setgroups([])
+        os.setresgid(0, 0, 0)
+        os.setresuid(0, 0, 0)
+        os.setsid()
+        os.umask(0o022)
+        syscalls.unshare(abi.CLONE_NEWCGROUP)
+        step = "mount"
+        proc, devpts, shm = mounts.proc(), mounts.devpts(), mounts.tmpfs(plan["shm_size"], 4096, 0o1777, attrs=mounts.QUIET)
+        step = "wait for the root file system"
+        root, dev = hear(parent, b"root")
+    step = "mount"
     syscalls.move_mount(root, b"", abi.AT_FDCWD, plan["staging"], abi.MOVE_MOUNT_F_EMPTY_PATH)
     os.close(root)
     root = os.open(plan["staging"], os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    proc = mounts.proc()
     attach(proc, root, b"proc")
     attach(dev, root, b"dev")
     step = "mask"
     mask(root, dev, plan["masked"], plan["read_only"])
     step = "mount in /dev"
-    attach(mounts.devpts(), root, b"dev/pts")
-    attach(mounts.tmpfs(plan["shm_size"], 4096, 0o1777, attrs=mounts.QUIET), root, b"dev/shm")
-    step = "network"
-    netlink.loopback_up()
-    syscalls.sethostname(plan["hostname"])
+    attach(devpts, root, b"dev/pts")
+    attach(shm, root, b"dev/shm")
     step = "pivot"
     os.fchdir(root)
     syscalls.pivot_root(b".", b".")
     syscalls.umount2(b".", abi.MNT_DETACH)
     os.chdir(b"/")
-    for fd in (root, proc, dev):
-        os.close(fd)
     null = os.open(b"/dev/null", os.O_RDWR | os.O_CLOEXEC)
     for number in range(3):
         os.dup2(null, number)
-    capabilities.drop_bounding(plan["capabilities"])
     restrict(plan, profile)
     step = "exec"
     tell(b"ok")
     syscalls.execveat(init, b"", [b"init"], [], abi.AT_EMPTY_PATH)
+
+
+def hear(parent: socket.socket, word: bytes) -> list[int]:
+    """Wait for the parent's word and the descriptors that come with it. End here if it gave up or died instead."""
+    data, received, _, _ = socket.recv_fds(parent, 16, 2)
+    if data != word:
+        os._exit(126)
+    return received
 
 
 def attach(mount: int, root: int, where: bytes) -> None:

@@ -164,11 +164,12 @@ class Spawner:
                 procfs.write(procfs.path_of(child, name), text)
             for path in group.join_paths():
                 procfs.write(path, b"%d" % child)
+            ours.send(b"mapped")
             root = dev = -1
             try:
                 root = make_root(child, layers, plan)
                 dev = syscalls.open_tree(self.dev, b"", abi.OPEN_TREE_CLONE | abi.AT_EMPTY_PATH)
-                socket.send_fds(ours, [b"go"], [root, dev])
+                socket.send_fds(ours, [b"root"], [root, dev])
             finally:
                 close_all(root, dev)
         except BaseException:

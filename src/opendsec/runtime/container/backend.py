@@ -221,4 +221,3 @@ class ContainerBackend:
     def release(self, record: Record) -> None:
         """Called by a handle when its sandbox is gone."""
         self._drop_layers(record.layers)
-

@@ -121,15 +121,15 @@ CAPABILITIES = capabilities.mask(
     )
 )
 
-# Paths beneath the root. Masked: what anybody could read or write there tells of the host or of other sandboxes. (What only root may
-# touch, such as kcore, belongs to the host's root, who is nobody in here.) Read-only: they set what is shared.
+# Paths beneath the root. Masked: what anybody can read there tells of the host or of other sandboxes. Read-only: what sets things for
+# more than the process itself. Files that only root may touch (kcore, sysrq-trigger, most of /proc/sys, /proc/irq, …) need neither: they
+# belong to the host's root, who is nobody in here, and the sandbox's root has no more rights to them than anybody.
 MASKED = tuple(
     f"proc/{name}".encode()
     for name in (
         "acpi",
         "asound",
         "interrupts",
-        "kcore",
         "keys",
         "latency_stats",
         "pressure",
@@ -137,10 +137,8 @@ MASKED = tuple(
         "schedstat",
         "scsi",
         "softirqs",
-        "sysrq-trigger",
-        "timer_list",
     )
 )
-READ_ONLY = (b"proc/bus", b"proc/fs", b"proc/irq", b"proc/sys")
+READ_ONLY = (b"proc/sys",)
 
 SHM_BYTES = 64 << 20
