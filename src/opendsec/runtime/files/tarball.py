@@ -261,6 +261,8 @@ class TarReader:
         what = _TYPES[kind]
         if what == "file" and name.endswith(b"/"):
             what = "directory"  # as V7 wrote them
+        if what == "directory":
+            name = name.rstrip(b"/") or name
         if size is None:
             size = stored
         link = _string(block[157:257]) if link is None else link
