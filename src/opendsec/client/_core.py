@@ -6,6 +6,7 @@ from __future__ import annotations
 import codecs
 import os
 import random
+import re
 import shlex
 from collections.abc import AsyncIterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypedDict, TypeVar
@@ -24,6 +25,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 Path = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 Query = Mapping[str, str | bytes | int | float | bool | None]
 
+_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 MAX_LINE_BYTES = 64 << 20  # of an NDJSON stream; the longest honest line is one output chunk in base64
 
 
@@ -63,9 +65,9 @@ def request(route: Route, ids: Mapping[str, str], *, body: bytes | AsyncIterable
     """The request for `route` with its `{placeholders}` filled. Repeatable if it only reads."""
     if "{" in route.path:
         for name, value in ids.items():
-            if not isinstance(value, str) or not value or len(value) > 200:
+            if not isinstance(value, str) or not _ID.fullmatch(value):  # it becomes a part of a path
                 raise NotFound(f"{str(value)[:80]!r} cannot be the id of anything", field=name)
-        target = route.path.format(**{name: quote(value, safe="") for name, value in ids.items()})
+        target = route.path.format(**ids)
     else:
         target = route.path
     if query:

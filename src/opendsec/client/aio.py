@@ -30,6 +30,8 @@ from opendsec.client.results import Result, StreamEvent
 from opendsec.client.transport import ConnectionBroken, HttpxTransport, Transport
 from opendsec.client.unix import UnixTransport
 
+KILL_TIMEOUT_S = 10.0  # how long a cancelled task waits for the end of its sandbox
+
 __all__ = ["Client", "Files", "Images", "Process", "RetryPolicy", "Sandbox", "Session"]
 
 
@@ -173,7 +175,8 @@ class Sandbox:
         try:
             await asyncio.shield(killing)
         except asyncio.CancelledError:
-            await asyncio.wait((killing,))
+            await asyncio.wait((killing,), timeout=KILL_TIMEOUT_S)
+            killing.cancel()
             raise
         except OpenDSecError:
             if error is None:

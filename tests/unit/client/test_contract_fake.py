@@ -11,6 +11,7 @@ import pytest
 from opendsec.client.aio import Client
 from opendsec.client.transport import HttpxTransport
 from opendsec.testing.contracts import client as contract
+from opendsec.testing.contracts import client_bad_input
 from opendsec.testing.fakes.edge import FakeEdge
 
 
@@ -29,3 +30,9 @@ async def test_contract(name: str, transport: str, edge: FakeEdge) -> None:
         return Client(transport=HttpxTransport("http://edge", transport=httpx.AsyncHTTPTransport(uds=str(edge.socket_path))))
 
     await contract.CHECKS[name](contract.Setup(make=make, image="debian"))
+
+
+@pytest.mark.parametrize("name", client_bad_input.CASES)
+async def test_bad_input(name: str, edge: FakeEdge) -> None:
+    setup = contract.Setup(make=lambda: Client(f"unix:{edge.socket_path}"), image="debian")
+    await client_bad_input.check_case(name, setup)

@@ -118,7 +118,10 @@ class FakeEdge:
         return Starlette(routes=routes)
 
     def __enter__(self) -> FakeEdge:
-        config = uvicorn.Config(self.app(), uds=str(self.socket_path), log_level="error", lifespan="off", timeout_graceful_shutdown=2)
+        # Not uvloop: away from the main thread its children's ends get lost now and then.
+        config = uvicorn.Config(
+            self.app(), uds=str(self.socket_path), loop="asyncio", log_level="error", lifespan="off", timeout_graceful_shutdown=2
+        )
         self._server = _Server(config, self._close)
         self._thread = threading.Thread(target=self._server.run, name="fake-edge")
         self._thread.start()
@@ -231,6 +234,7 @@ class FakeEdge:
             raise Unavailable("the edge is draining")
         if asked.spec.image not in self.images:
             raise NotFound(f"no image {asked.spec.image!r}", field="image")
+        digests = self._digests(asked.spec.layers)
         slots = []
         for _ in range(asked.count):
             if self._promised() + limits.memory_bytes > self.memory_limit_bytes:
@@ -245,7 +249,7 @@ class FakeEdge:
                 backend="container",
                 state="running",
                 image=asked.spec.image,
-                layers=self.images[asked.spec.image].layers,
+                layers=(*self.images[asked.spec.image].layers, *digests),
                 limits=limits,
                 labels=asked.spec.labels,
                 created_at=time.time(),
@@ -583,16 +587,19 @@ class FakeEdge:
 
         return _lines(lines())
 
+    def _digests(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        known = {name: layer.digest for layer in self.layers.values() for name in (*layer.names, layer.digest)}
+        for name in names:
+            if name not in known:
+                raise NotFound(f"no layer {name!r}", field="layers")
+        return tuple(known[name] for name in names)
+
     async def _image_compose(self, request: Request) -> Response:
         asked = wire.decode(await request.body(), i.ComposeRequest)
         base = self.images.get(asked.base)
         if base is None:
             raise NotFound(f"no image {asked.base!r}", field="base")
-        by_name = {name: layer.digest for layer in self.layers.values() for name in (*layer.names, layer.digest)}
-        missing = [name for name in asked.layers if name not in by_name]
-        if missing:
-            raise NotFound(f"no layer {missing[0]!r}", field="layers")
-        layers = (*base.layers, *(by_name[name] for name in asked.layers))
+        layers = (*base.layers, *self._digests(asked.layers))
         self.images[asked.name] = _image(asked.name, layers, asked.config or base.config)
         return _json(self.images[asked.name])
 
