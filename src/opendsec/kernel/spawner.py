@@ -152,6 +152,7 @@ class Spawner:
         profile = self.profiles[plan["profile"]]
         group = self.hierarchies.group(plan["group"])
         group.create(plan["limits"])
+        plan["join"] = group.join_paths()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         cgroup, child = None, -1
         try:
@@ -162,8 +163,6 @@ class Spawner:
             base = b"0 %d 65536" % plan["uid_base"]
             for name, text in (("uid_map", base), ("gid_map", base), ("oom_score_adj", b"500")):
                 procfs.write(procfs.path_of(child, name), text)
-            for path in group.join_paths():
-                procfs.write(path, b"%d" % child)
             ours.send(b"mapped")
             root = dev = -1
             try:
