@@ -81,7 +81,7 @@ def _start(run_dir: Path, state_dir: Path, log_path: Path, arguments: tuple[str,
         tell = -1
         if not _wait_readable(ready, timeout_s):
             raise Unavailable(f"the edge was not ready within {timeout_s:g} s; its log is {log_path}{_tail(log_path, log_start)}")
-        if not os.read(ready, 64):  # end of file: it ended
+        if not os.read(ready, 64) and not listening(run_dir):  # end of file: it ended, unless because another one was there
             raise Unavailable(f"the edge did not start; its log is {log_path}{_tail(log_path, log_start)}")
     finally:
         os.close(ready)
