@@ -122,13 +122,13 @@ def restrict(plan: Plan, profile: bytes) -> None:
 # --- a new sandbox -------------------------------------------------------------------------------------------------
 
 
-def enter_sandbox(plan: Plan, profile: bytes, sync: int, init: int) -> None:
+def enter_sandbox(plan: Plan, profile: bytes, sync: int, init: int, staging: int) -> None:
     """Become PID 1 of a new sandbox. Born in all its namespaces but the cgroup one.
 
     The parent says over `sync` when the ids are mapped, and then sends root and /dev; what needs neither is done while it works.
     """
     global step
-    sync, init = keep(sync, init)
+    sync, init, staging = keep(sync, init, staging)
     step = "join the cgroups"
     cgroups.join(plan["join"])  # the parent could do it for us, but moving another process waits for an RCU grace period: 6 to 14 ms
     step = "network"
@@ -152,9 +152,7 @@ def enter_sandbox(plan: Plan, profile: bytes, sync: int, init: int) -> None:
         step = "wait for the root file system"
         root, dev = hear(parent, b"root")
     step = "mount"
-    syscalls.move_mount(root, b"", abi.AT_FDCWD, plan["staging"], abi.MOVE_MOUNT_F_EMPTY_PATH)
-    os.close(root)
-    root = os.open(plan["staging"], os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    mounts.attach(root, staging)  # by descriptor: the sandbox's root may not search the directories above it
     attach(proc, root, b"proc")
     attach(dev, root, b"dev")
     step = "mask"

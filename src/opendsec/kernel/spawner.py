@@ -131,7 +131,10 @@ class Spawner:
         self.send({"id": request, "ok": True})
 
     def do_profile(self, request: int, message: Message, fds: list[int]) -> None:
-        self.profiles[message["name"]] = message["program"]
+        name, program = message["name"], message["program"]
+        if not isinstance(name, bytes) or not isinstance(program, bytes):
+            raise TypeError("name and program are bytes")
+        self.profiles[name] = program
         self.send({"id": request, "ok": True})
 
     def do_layer(self, request: int, message: Message, fds: list[int]) -> None:
@@ -154,10 +157,11 @@ class Spawner:
         group.create(plan["limits"])
         plan["join"] = group.join_paths()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        cgroup, child = None, -1
+        cgroup, staging, child = None, -1, -1
         try:
             cgroup = group.open_v2_dir()
-            given = (plan, profile, theirs.fileno(), self.init)
+            staging = os.open(plan["staging"], os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            given = (plan, profile, theirs.fileno(), self.init, staging)
             child = self.fork(request, enter.SANDBOX_NAMESPACES, cgroup, enter.enter_sandbox, *given, is_command=False)
             theirs.close()
             base = b"0 %d 65536" % plan["uid_base"]
@@ -179,6 +183,7 @@ class Spawner:
         finally:
             ours.close()
             theirs.close()
+            close_all(staging)
             if cgroup is not None:
                 os.close(cgroup)
 
