@@ -122,13 +122,16 @@ def restrict(plan: Plan, profile: bytes) -> None:
 # --- a new sandbox -------------------------------------------------------------------------------------------------
 
 
-def enter_sandbox(plan: Plan, profile: bytes, sync: int, init: int, staging: int) -> None:
+def enter_sandbox(plan: Plan, profile: bytes, sync: int, init: int) -> None:
     """Become PID 1 of a new sandbox. Born in all its namespaces but the cgroup one.
 
     The parent says over `sync` when the ids are mapped, and then sends root and /dev; what needs neither is done while it works.
     """
     global step
-    sync, init, staging = keep(sync, init, staging)
+    sync, init = keep(sync, init)
+    step = "find the staging directory"
+    # In this mount namespace, and while still the host's root: the sandbox's may not search the directories above.
+    staging = os.open(plan["staging"], os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     step = "join the cgroups"
     cgroups.join(plan["join"])  # the parent could do it for us, but moving another process waits for an RCU grace period: 6 to 14 ms
     step = "network"
@@ -152,7 +155,7 @@ def enter_sandbox(plan: Plan, profile: bytes, sync: int, init: int, staging: int
         step = "wait for the root file system"
         root, dev = hear(parent, b"root")
     step = "mount"
-    mounts.attach(root, staging)  # by descriptor: the sandbox's root may not search the directories above it
+    mounts.attach(root, staging)
     attach(proc, root, b"proc")
     attach(dev, root, b"dev")
     step = "mask"

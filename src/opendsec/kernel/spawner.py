@@ -157,11 +157,10 @@ class Spawner:
         group.create(plan["limits"])
         plan["join"] = group.join_paths()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        cgroup, staging, child = None, -1, -1
+        cgroup, child = None, -1
         try:
             cgroup = group.open_v2_dir()
-            staging = os.open(plan["staging"], os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            given = (plan, profile, theirs.fileno(), self.init, staging)
+            given = (plan, profile, theirs.fileno(), self.init)
             child = self.fork(request, enter.SANDBOX_NAMESPACES, cgroup, enter.enter_sandbox, *given, is_command=False)
             theirs.close()
             base = b"0 %d 65536" % plan["uid_base"]
@@ -183,7 +182,6 @@ class Spawner:
         finally:
             ours.close()
             theirs.close()
-            close_all(staging)
             if cgroup is not None:
                 os.close(cgroup)
 
