@@ -23,6 +23,7 @@ from opendsec.api.errors import CommandFailed, Conflict, InvalidRequest, NotFoun
 from opendsec.api.images import DirectorySource, ImageInfo, LayerInfo
 from opendsec.api.sandboxes import Event
 from opendsec.api.spec import Container
+from opendsec.client._core import new_action_id
 from opendsec.client.aio import Client, Sandbox
 from opendsec.client.results import StreamEvent
 
@@ -126,8 +127,9 @@ async def refuses_more_than_may_be_promised(setup: Setup) -> None:
 @check
 async def repeats_a_create_only_once(setup: Setup) -> None:
     async with setup.client() as client:
-        first = await client.create(setup.spec(), action_id=f"contract/{id(setup)}/create")
-        second = await client.create(setup.spec(), action_id=f"contract/{id(setup)}/create")
+        action_id = f"contract/{new_action_id()}"
+        first = await client.create(setup.spec(), action_id=action_id)
+        second = await client.create(setup.spec(), action_id=action_id)
         assert first.id == second.id
         await first.kill()
 
