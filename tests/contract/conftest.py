@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 import tempfile
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
@@ -15,14 +17,22 @@ from opendsec.testing.fakes.parts import IMAGE
 from opendsec.testing.local_edge import TOKEN, LocalEdge
 from tests.images import BASE, base_store, link_store
 
+KINDS = ("fake", "container")
 SETTINGS = {"scratch_driver": "tmpfs", "memory_limit": "16GiB"}
 
 
-@pytest.fixture(params=["fake", "container"])
+@pytest.fixture(params=KINDS)
 async def edge(request: pytest.FixtureRequest) -> AsyncGenerator[Edge, None]:
+    async with running_edge(request.param) as edge:
+        yield edge
+
+
+@contextlib.asynccontextmanager
+async def running_edge(kind: str) -> AsyncGenerator[Edge, None]:
+    """An edge of one kind, and nothing of it afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        if request.param == "fake":
+        if kind == "fake":
             local = LocalEdge(directory, settings=SETTINGS)
         else:
             for folder_on_the_way in (directory, directory.parent):
@@ -35,14 +45,20 @@ async def edge(request: pytest.FixtureRequest) -> AsyncGenerator[Edge, None]:
             async with local.http() as client:
                 yield Edge(
                     client=client,
-                    image=IMAGE if request.param == "fake" else BASE,
-                    occupied=_occupied(local, fake=request.param == "fake"),
+                    image=IMAGE if kind == "fake" else BASE,
+                    occupied=_occupied(local, fake=kind == "fake"),
+                    records=lambda: _records(local.settings.journal),
                     restart=local.restart,
                     tcp=local.tcp,
                     token=TOKEN,
                 )
         finally:
             await local.close()
+
+
+def _records(journal: Path) -> dict[str, int]:
+    with contextlib.closing(sqlite3.connect(f"file:{journal}?mode=ro", uri=True)) as db:
+        return {table: db.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in ("sandboxes", "actions", "commands")}
 
 
 def _occupied(local: LocalEdge, *, fake: bool) -> Callable[[], set[str]]:

@@ -21,6 +21,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from opendsec.api import wire
+from opendsec.api.errors import InvalidRequest
 from opendsec.edge.asgi import App
 
 BACKLOG = 4096
@@ -51,6 +53,15 @@ def locked(directory: Path) -> Iterator[None]:
         os.close(fd)
 
 
+class _Protocol(HttpToolsProtocol):
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP at all is answered in the contract's form, too."""
+        body = wire.encode_error(InvalidRequest("is not an HTTP request that this edge understands", field="request"))
+        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+        self.transport.write(head % len(body) + body)
+        self.transport.close()
+
+
 class Listener:
     """One listening socket with its application and its connections."""
 
@@ -61,7 +72,7 @@ class Listener:
         self.app = app
         self._config = Config(
             app,
-            http=HttpToolsProtocol,
+            http=_Protocol,
             ws="none",
             loop="none",
             lifespan="off",
@@ -79,7 +90,7 @@ class Listener:
         self._path: Path | None = None
 
     def _protocol(self) -> asyncio.Protocol:
-        return HttpToolsProtocol(config=self._config, server_state=self._state, app_state={})
+        return _Protocol(config=self._config, server_state=self._state, app_state={})
 
     async def open_unix(self, path: Path) -> None:
         """Listen on `path` (mode 0600). It appears only when connections are accepted; a stale one of a dead edge is replaced."""

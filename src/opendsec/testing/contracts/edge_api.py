@@ -40,11 +40,13 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 @dataclass(frozen=True)
 class Edge:
-    """An edge under test. `occupied`: ids of sandboxes of which anything is left on the machine, by its own evidence."""
+    """An edge under test. `occupied`: ids of sandboxes of which anything is left on the machine, by its own evidence. `records`: how many
+    rows of each kind its journal has."""
 
     client: httpx.AsyncClient
     image: str
     occupied: Callable[[], set[str]]
+    records: Callable[[], dict[str, int]]
     restart: Callable[[], Awaitable[None]]  # stop it gracefully, start another on the same state
     tcp: Callable[[str | None], httpx.AsyncClient]  # over TCP, with this token or none
     token: str
