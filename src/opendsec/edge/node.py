@@ -67,6 +67,7 @@ class Node:
         self.flushers: list[Callable[[], None]] = []  # each writes what may be written late
         self._retention, self._scratch_driver = retention, scratch_driver
         self._dirty: set[Box] = set()
+        self._closed = False
         self._flush_timer: asyncio.TimerHandle | None = None
         self._prune_timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -199,7 +200,7 @@ class Node:
         box.hold(handle)
 
         def died(future: asyncio.Future[str]) -> None:
-            if not future.cancelled() and box.handle is handle:
+            if not future.cancelled() and box.handle is handle and not self._closed:
                 self.apply(box, lifecycle.Died(self.clock.time(), future.result()))
 
         handle.died.add_done_callback(died)
@@ -457,6 +458,7 @@ class Node:
         await self.actions.close()
         while self._tasks:
             await asyncio.wait(self._tasks)
+        self._closed = True
         self.events.emit("edge.stopped")
         for box in self.boxes.values():
             if box.timer is not None:

@@ -11,6 +11,7 @@ import asyncio
 import fcntl
 import os
 import signal
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,6 +48,7 @@ class ContainerBackend:
         self._starting = asyncio.Lock()
         self._mounting: dict[str, asyncio.Future[None]] = {}  # digest → the mount, once asked for, of the present spawner
         self._users: Counter[str] = Counter()  # digest → living sandboxes
+        self.handles: weakref.WeakSet[ContainerHandle] = weakref.WeakSet()
         self._boot_id = procfs.boot_id()
         self._program = profile.program()
 
@@ -88,6 +90,8 @@ class ContainerBackend:
         return self._spawner
 
     async def close(self) -> None:
+        for handle in list(self.handles):
+            handle.let_go()
         if self._spawner is not None:
             await self._spawner.close()
             self._spawner = None

@@ -38,7 +38,15 @@ class ContainerHandle:
         self._files = SandboxFiles(self.open_root, record.uid_base)
         self._emptying: set[str] = set()  # groups of ended commands whose children live on
         self._loop.add_reader(pidfd, self._on_death)
+        backend.handles.add(self)
         backend.scratch.follow(record.sandbox_id, record.limits, self.open_root)
+
+    def let_go(self) -> None:
+        """Give back the descriptor that holds it; the sandbox stays. For an edge that ends before its process does."""
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
 
     @property
     def sandbox_id(self) -> str:
@@ -182,8 +190,7 @@ class ContainerHandle:
             try:
                 await self._backend.clear(self.sandbox_id, self.record)
             finally:
-                self._loop.remove_reader(self._pidfd)
-                os.close(self._pidfd)
+                self.let_go()
                 self._backend.release(self.record)
 
 
