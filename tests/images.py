@@ -31,7 +31,7 @@ from opendsec.images.store import ImageStore
 
 BASE = "debian-python"
 REQUEST = BuildRequest(name=BASE, source=DebianSource(packages=("python3", "git", "patch", "procps")))
-REVISION = 1  # raise it when a change of the builder should reach the kept image
+REVISION = 2  # raise it when a change of the builder should reach the kept image
 
 
 @pytest.fixture(scope="session")
@@ -70,7 +70,9 @@ def _key() -> str:
 
 def link_store(source: Path, target: Path) -> ImageStore:
     """A new store at `target` with all that `source` has; layer files are hard links where the file system allows."""
-    shutil.copytree(source, target, ignore=lambda folder, names: names if Path(folder).name == "tmp" else ["lock"], copy_function=_link_or_copy)
+    shutil.copytree(
+        source, target, ignore=lambda folder, names: names if Path(folder).name == "tmp" else ["lock"], copy_function=_link_or_copy
+    )
     store = ImageStore(target)
     store.prepare()
     return store

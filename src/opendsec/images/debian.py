@@ -152,7 +152,14 @@ def bootstrap(source: DebianSource, target: Path, work: Path, *, etc: Path = Pat
     try:
         # A fixed seed: sets of strings would otherwise come out of the byte compiler in another order each time.
         environment = {**os.environ, "PYTHONHASHSEED": "0"}
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=environment,
+            close_fds=False,  # it too holds the workspace: see `ImageStore.workspace`
+        )
     except FileNotFoundError:
         raise Unavailable("mmdebstrap is not installed (Debian package mmdebstrap)") from None
     with process:

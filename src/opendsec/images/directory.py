@@ -82,7 +82,8 @@ def scan(root_fd: int, *, exclude: Sequence[str], keep_owner: bool, log: Callabl
                         else:
                             pending.append(path)
             if folder.rpartition(b"/")[2] == pyc.CACHE_DIRECTORY:
-                edits.extend(_compiled(root_fd, folder, fd, hidden={edit.path for edit in edits}))
+                hidden = {edit.path for edit in edits if edit.path.startswith(folder)}
+                edits.extend(_compiled(root_fd, folder, fd, hidden=hidden))
     return edits
 
 
@@ -114,11 +115,13 @@ def _is_mount_point(fd: int, name: bytes) -> bool:
 
 
 def _compiled(root_fd: int, folder: bytes, cache_fd: int, *, hidden: set[bytes]) -> Iterator[Rewrite]:
-    with _opened(root_fd, folder.rpartition(b"/")[0]) as source_fd:
-        for name in sorted(map(os.fsencode, os.listdir(cache_fd))):
-            path = folder + b"/" + name
-            if path not in hidden and (beginning := pyc.normalised(cache_fd, name, source_fd, timestamp=TIMESTAMP)):
-                yield Rewrite(path, beginning)
+    for name in sorted(map(os.fsencode, os.listdir(cache_fd))):
+        path = folder + b"/" + name
+        if path in hidden:
+            continue
+        beginning = pyc.normalised(root_fd, folder.rpartition(b"/")[0], cache_fd, name, timestamp=TIMESTAMP)
+        if beginning is not None:
+            yield Rewrite(path, beginning)
 
 
 def apply(edits: Sequence[Edit], root_fd: int, into: Path) -> None:

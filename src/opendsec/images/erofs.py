@@ -37,7 +37,14 @@ def pack(source: Path, out: Path, *, all_root: bool) -> None:
         os.fspath(source),
     ]
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            close_fds=False,  # it too holds the workspace: see `ImageStore.workspace`
+            check=False,
+        )
     except FileNotFoundError:
         raise Unavailable("mkfs.erofs is not installed (Debian package erofs-utils)") from None
     if done.returncode != 0:

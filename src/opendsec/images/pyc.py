@@ -11,6 +11,8 @@ import os
 import stat
 import struct
 
+from opendsec.kernel import abi, syscalls
+
 CACHE_DIRECTORY = b"__pycache__"
 
 # Since Python 3.7: magic, flags (0: checked by time and size), source's time, source's size. Before, the second word was the time.
@@ -30,13 +32,14 @@ def source_name(name: bytes) -> bytes | None:
     return b".".join(parts[:-1]) + b".py"
 
 
-def normalised(cache_fd: int, name: bytes, source_fd: int, *, timestamp: int) -> bytes | None:
-    """The header that cache file `name` in `cache_fd` should get, or None to leave it. `source_fd`: the directory above."""
+def normalised(root_fd: int, folder: bytes, cache_fd: int, name: bytes, *, timestamp: int) -> bytes | None:
+    """The header that cache file `name` in `cache_fd` should get, or None to leave it. `folder`: the path of the directory above, where
+    the source is, beneath the tree's root. The source may be a link, which Python follows, and so do we, within the tree."""
     source = source_name(name)
     if source is None:
         return None
     try:
-        status = os.stat(source, dir_fd=source_fd, follow_symlinks=False)
+        status = _status_in_root(root_fd, folder + b"/" + source)
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=cache_fd)
     except OSError:
         return None  # no source, or no file: Python would not use it either
@@ -52,3 +55,11 @@ def normalised(cache_fd: int, name: bytes, source_fd: int, *, timestamp: int) ->
     if flags != 0 or time == timestamp or time != int(status.st_mtime) & 0xFFFF_FFFF or size != status.st_size & 0xFFFF_FFFF:
         return None
     return _HEADER.pack(magic, flags, timestamp, size)
+
+
+def _status_in_root(root_fd: int, path: bytes) -> os.stat_result:
+    fd = syscalls.openat2(root_fd, path, os.O_PATH, resolve=abi.RESOLVE_IN_ROOT | abi.RESOLVE_NO_MAGICLINKS)
+    try:
+        return os.fstat(fd)
+    finally:
+        os.close(fd)

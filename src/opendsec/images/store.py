@@ -83,7 +83,7 @@ class ImageStore:
         ref = self._refs.image(image, "image")
         digests = list(ref.layers)
         for position, text in enumerate(layers):
-            digests.append(text if names.is_digest(text) else self._refs.layer(text, f"layers[{position}]"))
+            digests.append(self._digest(text, f"layers[{position}]"))
         digests = [digest for position, digest in enumerate(digests) if digest not in digests[position + 1 :]]
         if len(digests) > MAX_LAYERS:
             raise InvalidRequest(f"a sandbox may have at most {MAX_LAYERS} layers, with the image's own", field="layers")
@@ -242,6 +242,14 @@ class ImageStore:
             if fd is not None:
                 return path, fd
             # Another process was clearing up and took it between the two calls.
+
+    def _digest(self, text: str, field: str) -> str:
+        if not names.is_digest(text):
+            return self._refs.layer(text, field)
+        try:
+            return self._record(text).digest
+        except NotFound as error:
+            raise NotFound(error.message, field=field, data=error.data) from None
 
     def _discard(self, digest: str) -> None:
         # Out of sight first: a removal cut short leaves half a layer in tmp/, never in layers/.

@@ -31,7 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from opendsec.api.errors import Conflict, Unavailable
+from opendsec.api.errors import Conflict, SandboxLost, Unavailable
 from opendsec.api.spec import Limits
 from opendsec.kernel import btrfs
 from opendsec.runtime.scratch.driver import BASE_INODES, OpenRoot, ScratchPlan
@@ -175,7 +175,10 @@ class BtrfsScratch:
         self._followed[sandbox_id] = box
 
     def _adopted(self, sandbox_id: str, limits: Limits) -> _Box:
-        fd = os.open(sandbox_id, _FOLDER, dir_fd=self._boxes)
+        try:
+            fd = os.open(sandbox_id, _FOLDER, dir_fd=self._boxes)
+        except FileNotFoundError:
+            raise SandboxLost(f"the scratch of {sandbox_id} is gone") from None
         try:
             box = _Box(btrfs.subvolume_id(fd), limits)
         finally:

@@ -60,7 +60,8 @@ class ScratchDriver(Protocol):
         """An empty scratch with these limits from the start. Raises Unavailable (no space), Conflict (it has one)."""
 
     def follow(self, sandbox_id: str, limits: Limits, open_root: OpenRoot) -> None:
-        """From now on `usage` and `full` can tell about it, and limits that need watching are watched."""
+        """From now on `usage` and `full` can tell about it, and limits that need watching are watched. Raises SandboxLost if an
+        adopted sandbox's scratch is not there."""
 
     def usage(self, sandbox_id: str) -> tuple[int, int | None]:
         """(bytes, inodes or None). See the driver for how exact they are. (0, None) if it is not followed."""
