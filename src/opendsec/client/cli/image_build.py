@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dsec image build`: a layer from a directory or from a Debian suite."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from opendsec.client.cli import common as c
+
+
+class Kind(StrEnum):
+    base = "base"
+    workspace = "workspace"
+    toolkit = "toolkit"
+
+
+class Variant(StrEnum):
+    essential = "essential"
+    minbase = "minbase"
+    apt = "apt"
+
+
+def build(
+    name: Annotated[str, typer.Argument(help="Name of the image, or of the layer.")],
+    directory: Annotated[str | None, typer.Option("--from", "-f", metavar="DIR", help="Take this directory of the edge's machine.")] = None,
+    debian: Annotated[bool, typer.Option("--debian", help="Install Debian with mmdebstrap and this machine's apt sources.")] = False,
+    suite: Annotated[str, typer.Option("--suite", help="Debian suite; default: the machine's own.")] = "",
+    package: Annotated[list[str] | None, typer.Option("--package", "-p", help="Debian package; repeat for more.")] = None,
+    variant: Annotated[Variant, typer.Option("--variant", help="How much of Debian.")] = Variant.minbase,
+    kind: Annotated[Kind, typer.Option("--kind", "-k", help="base makes an image; the others a layer to put on one.")] = Kind.base,
+    version: Annotated[str, typer.Option("--version", help="Of a layer that is no base.")] = "1",
+    prefix: Annotated[str, typer.Option("--prefix", help="Where in the sandbox the directory appears.")] = "/",
+    exclude: Annotated[
+        list[str] | None, typer.Option("--exclude", "-x", help="Shell pattern of paths to leave out; repeat for more.")
+    ] = None,
+    keep_owners: Annotated[bool, typer.Option("--keep-owners", help="Keep owners instead of making everything root's.")] = False,
+    env: c.Env = None,
+    user: Annotated[str, typer.Option("--user", "-u", help="Default user of the image.")] = "root",
+    workdir: Annotated[str, typer.Option("--workdir", "-w", help="Default directory of the image.")] = "/",
+    json: c.Json = False,
+    address: c.Address = None,
+) -> None:
+    """Build a layer and give it a name."""
+    import os
+
+    from opendsec.api.images import DebianSource, DirectorySource, ImageConfig, ImageInfo, LayerInfo
+    from opendsec.api.units import format_bytes
+    from opendsec.client.cli.progress import steps
+
+    async def work() -> ImageInfo | LayerInfo:
+        if (directory is None) == (not debian):
+            c.refuse("give exactly one of --from and --debian", "source")
+        source: DirectorySource | DebianSource = DebianSource(suite=suite, packages=tuple(package or ()), variant=variant.value)
+        if directory is not None:
+            source = DirectorySource(path=os.path.abspath(directory), prefix=prefix, owner="keep" if keep_owners else "root")
+        config = ImageConfig(env=c.environment(env), user=user, workdir=workdir)
+        async with c.connect(address) as client:
+            with steps(f"building {name}", quiet=json) as tell:
+                return await client.images.build(
+                    name,
+                    source,
+                    kind=kind.value,
+                    version=version,
+                    config=config,
+                    exclude=exclude or (),
+                    progress=lambda event: tell(event.message, event.done, event.total),
+                )
+
+    made = c.execute(work(), json=json)
+    if json:
+        c.print_json(made)
+    elif isinstance(made, ImageInfo):
+        print(f"image {made.name}: {len(made.layers)} layers, {format_bytes(made.size_bytes)}")
+    else:
+        print(f"layer {', '.join(made.names)}: {made.digest}, {format_bytes(made.meta_bytes + made.data_bytes)}")

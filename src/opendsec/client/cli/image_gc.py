@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dsec image gc`: remove what nothing uses."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from opendsec.client.cli import common as c
+
+
+def gc(
+    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only say what would go.")] = False,
+    json: c.Json = False,
+    address: c.Address = None,
+) -> None:
+    """Remove layers that no name and no sandbox uses."""
+    from opendsec.api.images import Collected
+    from opendsec.api.units import format_bytes
+
+    async def work() -> Collected:
+        async with c.connect(address) as client:
+            return await client.images.gc(dry_run=dry_run)
+
+    done = c.execute(work(), json=json)
+    if json:
+        c.print_json(done)
+    else:
+        print(f"{len(done.digests)} layers, {format_bytes(done.freed_bytes)} {'would be' if done.dry_run else 'were'} freed")

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way in. Start-up time is an interface: a command's module is loaded only if the command is the one asked for."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import typer
+
+# Command, module, function; a dot in the command makes a group.
+COMMANDS = (
+    ("doctor", "doctor", "doctor"),
+    ("up", "up", "up"),
+    ("down", "down", "down"),
+    ("run", "run", "run"),
+    ("create", "create", "create"),
+    ("exec", "exec", "exec_"),
+    ("shell", "shell", "shell"),
+    ("cp", "cp", "cp"),
+    ("ls", "ls", "ls"),
+    ("logs", "logs", "logs"),
+    ("kill", "kill", "kill"),
+    ("image.build", "image_build", "build"),
+    ("image.ls", "image_ls", "ls"),
+    ("image.rm", "image_rm", "rm"),
+    ("image.gc", "image_gc", "gc"),
+    ("image.compose", "image_compose", "compose"),
+    ("rollout", "rollout", "rollout"),
+    ("bench", "bench", "bench"),
+)
+GROUPS = {"image": "Images and layers: what sandboxes are made of."}
+PASS_THROUGH = {"run", "exec", "shell", "up", "bench"}  # what follows their first argument belongs to another program
+
+HELP = """Throw-away computers for AI agents.
+
+Talks to the edge of this machine, which is started if none runs, or to `--address`.
+
+Exit codes: the command's own; 128 + signal; 124 out of time; 126, 127 could not start; 125 dsec itself failed; 2 wrong usage.
+"""
+
+
+def main() -> None:
+    """The console script `dsec`."""
+    arguments = sys.argv[1:]
+    wanted = arguments[0] if arguments else ""
+    if wanted in ("--version", "-V"):
+        from opendsec import __version__
+
+        print(f"dsec {__version__}")
+        return
+    if wanted in ("-h",):
+        arguments = ["--help"]
+    chosen = [one for one in COMMANDS if one[0].split(".")[0] == wanted] or list(COMMANDS)
+    if wanted in GROUPS and len(arguments) > 1:
+        chosen = [one for one in chosen if one[0] == f"{wanted}.{arguments[1]}"] or chosen
+    _app(chosen)(arguments, prog_name="dsec")
+
+
+def _app(commands: list[tuple[str, str, str]] | tuple[tuple[str, str, str], ...] = COMMANDS) -> typer.Typer:
+    import typer
+
+    options = {"no_args_is_help": True, "add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
+    app = typer.Typer(help=HELP, **options)  # type: ignore[arg-type]
+    groups: dict[str, typer.Typer] = {}
+    app.callback()(_no_options)
+    for name, module, function in commands:
+        group, _, leaf = name.rpartition(".")
+        target = app
+        if group:
+            if group not in groups:
+                groups[group] = typer.Typer(help=GROUPS[group], **options)  # type: ignore[arg-type]
+                groups[group].callback()(_no_options)
+                app.add_typer(groups[group], name=group)
+            target = groups[group]
+        settings: dict[str, object] = {"help_option_names": ["--help", "-h"]}
+        if name in PASS_THROUGH:
+            settings["allow_interspersed_args"] = False
+        if name in ("up", "bench"):
+            settings["ignore_unknown_options"] = True
+        target.command(leaf, context_settings=settings)(getattr(import_module(f"opendsec.client.cli.{module}"), function))
+    return app
+
+
+def _no_options() -> None:
+    """Typer turns an app with one command into that command; a callback keeps it a group."""
+
+
+if __name__ == "__main__":
+    main()

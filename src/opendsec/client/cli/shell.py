@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dsec shell`: a terminal in a sandbox."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from opendsec.client.cli import common as c
+
+
+def shell(
+    target: Annotated[str, typer.Argument(metavar="SANDBOX|IMAGE", help="A sandbox; or an image: then a new sandbox, ended at the end.")],
+    command: Annotated[list[str] | None, typer.Argument(help="Instead of the user's shell.")] = None,
+    cpu: c.Cpu = 1.0,
+    memory: c.Memory = "512MiB",
+    disk: c.Disk = "1GiB",
+    layer: c.Layers = None,
+    env: c.Env = None,
+    user: c.User = None,
+    workdir: c.Cwd = None,
+    address: c.Address = None,
+) -> None:
+    """Open a terminal in a sandbox. The exit code is the shell's."""
+    import os
+    import re
+
+    from opendsec.api.spec import Container
+    from opendsec.client._core import CommandOptions
+    from opendsec.client.aio import Sandbox
+
+    async def work() -> int:
+        given = {"TERM": os.environ.get("TERM", "xterm"), **c.environment(env)}
+        options: CommandOptions = {"env": given, "user": user, "cwd": workdir}
+        words = command or ["/bin/sh", "-c", "if command -v bash >/dev/null; then exec bash -i; else exec sh -i; fi"]
+
+        async def inside(box: Sandbox) -> int:
+            return await c.run_in(box, words, options, interactive=True, tty=True, json=False)
+
+        async with c.connect(address) as client:
+            if re.fullmatch(r"sb_[0-9a-z]{16}", target):
+                return await inside(client.sandbox(target))
+            async with await client.create(Container(image=target, cpu=cpu, memory=memory, disk=disk, layers=tuple(layer or ()))) as box:
+                return await inside(box)
+
+    raise typer.Exit(c.execute(work()))
