@@ -75,7 +75,7 @@ def extract(box: Box, path: bytes, data: bytes, user: str | None = None) -> int:
 def stream(*items: Member | tuple[Member, bytes]) -> bytes:
     out = b""
     for item in items:
-        entry, content = item if isinstance(item[0], Member) else (item, b"")  # type: ignore[misc]
+        entry, content = item if isinstance(item[0], Member) else (item, b"")
         assert isinstance(entry, Member)
         entry = entry._replace(size=len(content))
         out += tarball.header(entry) + content + tarball.padding(len(content))
@@ -349,6 +349,7 @@ def _ignore_broken_pipe(call: Callable[[], None]) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_more_levels_than_a_path_can_have(box: Box, here: bytes) -> None:
     """10,000 directories deep: out, in, compared, and removed, none of it by a path."""
     depth = 10_000
@@ -467,6 +468,7 @@ def test_a_watched_directory_that_goes(box: Box, here: bytes, how: str) -> None:
         watch.close()
 
 
+@pytest.mark.slow
 def test_more_events_than_the_kernel_keeps(box: Box, here: bytes) -> None:
     watch = box.files.open_watch(here)
     try:

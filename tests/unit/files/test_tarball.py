@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import os
 import tarfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,69 @@ def test_from_a_pipe(tmp_path: Path) -> None:
             assert reader.content_to(target) == item.size
         assert os.pread(target, 20_000, 0) == b"c" * 10_000
     finally:
+        os.close(reading)
+        os.close(target)
+
+
+@pytest.mark.parametrize("zero_copy", [True, False])
+def test_copying_waits_for_a_slow_reader(zero_copy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into a pipe that does not block; also where the kernel cannot copy by itself."""
+    if not zero_copy:
+
+        def without(*_: object) -> int:
+            raise OSError(22, "Invalid argument")
+
+        monkeypatch.setattr(os, "sendfile", without)
+    (tmp_path / "source").write_bytes(os.urandom(1 << 20))
+    source = os.open(tmp_path / "source", os.O_RDONLY)
+    reading, writing = os.pipe2(os.O_NONBLOCK)
+    os.set_blocking(reading, True)
+    received = bytearray()
+
+    def consume() -> None:
+        while data := os.read(reading, 1000):
+            received.extend(data)
+
+    thread = threading.Thread(target=consume)
+    thread.start()
+    try:
+        assert tarball.copy(source, writing, 1000) == 1000
+        assert tarball.copy(source, writing, 5 << 20) == (1 << 20) - 1000
+        assert tarball.copy(source, writing, 1) == 0
+        tarball.write_all(writing, bytes(1 << 18))
+    finally:
+        os.close(writing)
+        thread.join()
+        os.close(reading)
+        os.close(source)
+    assert received == (tmp_path / "source").read_bytes() + bytes(1 << 18)
+
+
+@pytest.mark.parametrize("zero_copy", [True, False])
+def test_reading_waits_for_a_slow_writer(zero_copy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not zero_copy:
+
+        def without(*_: object) -> int:
+            raise OSError(22, "Invalid argument")
+
+        monkeypatch.setattr(os, "splice", without)
+    reading, writing = os.pipe2(os.O_NONBLOCK)
+    os.set_blocking(writing, True)
+    data = archive(member(b"a", size=100_000), member(b"b", size=7))
+
+    def produce() -> None:
+        for at in range(0, len(data), 777):
+            tarball.write_all(writing, data[at : at + 777])
+        os.close(writing)
+
+    thread = threading.Thread(target=produce)
+    thread.start()
+    target = os.open(tmp_path / "content", os.O_RDWR | os.O_CREAT)
+    try:
+        reader = TarReader(reading)
+        assert [(item.name, reader.content_to(target)) for item in reader] == [(b"a", 100_000), (b"b", 7)]
+    finally:
+        thread.join()
         os.close(reading)
         os.close(target)
 
