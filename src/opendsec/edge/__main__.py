@@ -13,8 +13,9 @@ from collections.abc import Sequence
 
 import uvloop
 
+from opendsec.api import wire
 from opendsec.edge import config
-from opendsec.edge.assemble import assemble
+from opendsec.edge.assemble import assemble, doctor
 from opendsec.edge.config import BadSettings, Settings
 from opendsec.edge.journal import NewerFormat
 from opendsec.edge.listen import AlreadyRunning, locked
@@ -37,9 +38,16 @@ def _tell_ready(fd: int | None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None, assembling: Assemble = assemble) -> int:
-    """The command `dsec-edge`. 0: stopped as told; 1: cannot run; 2: a setting is wrong."""
+    """The command `dsec-edge`. 0: stopped as told; 1: cannot run; 2: a setting is wrong.
+
+    With `--doctor` alone it prints, as JSON, what this machine can do, and starts nothing.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if list(arguments) == ["--doctor"]:
+        print(wire.encode(doctor()).decode())
+        return 0
     try:
-        settings = config.load(sys.argv[1:] if arguments is None else arguments, os.environ)
+        settings = config.load(arguments, os.environ)
         for directory in (settings.state_dir, settings.run_dir):
             directory.mkdir(parents=True, exist_ok=True, mode=0o700 if directory == settings.state_dir else 0o755)
         log = open_log(level=settings.log_level, path=settings.log_file)

@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 import msgspec
 
-from opendsec.api.sandboxes import Feature
+from opendsec.api.sandboxes import Capabilities, Feature
 from opendsec.edge.admission import Policy
 from opendsec.edge.config import Settings
 from opendsec.edge.log import Log
 from opendsec.images.store import ImageStore
 from opendsec.kernel import features, procfs
 from opendsec.runtime.backend import Backend
-from opendsec.runtime.container.backend import ContainerBackend
+from opendsec.runtime.container.backend import NAME, NEEDED, ContainerBackend, capabilities
 from opendsec.runtime.scratch import ScratchSettings, choose
 
 
@@ -57,7 +57,11 @@ async def assemble(settings: Settings, edge_id: str, log: Log) -> Parts:
     scratch, reason = await choose(settings.state_dir, scratch_settings(settings))
     log.info("edge.scratch", driver=scratch.name, reason=reason)
     backend = ContainerBackend(
-        edge_id=edge_id, scratch=scratch, staging=settings.run_dir, lock=settings.state_dir / "spawner.lock"
+        edge_id=edge_id,
+        scratch=scratch,
+        staging=settings.run_dir,
+        lock=settings.state_dir / "spawner.lock",
+        missing=missing_for_containers(found),
     )
 
     async def close() -> None:
@@ -82,6 +86,17 @@ def probed_features() -> tuple[Feature, ...]:
         Feature(name=one.name, present=one.present, reason=one.reason, needed_for=one.needed_for, without_it=one.without_it)
         for one in features.probe_all()
     )
+
+
+def missing_for_containers(found: Iterable[Feature]) -> list[str]:
+    """What the container backend needs and this machine lacks."""
+    return [f"{one.name}: {one.reason}" for one in found if one.name in NEEDED and not one.present]
+
+
+def doctor() -> Capabilities:
+    """What an edge on this machine could do, without starting one."""
+    found = probed_features()
+    return Capabilities(backends={NAME: capabilities(missing_for_containers(found))}, features=found)
 
 
 def scratch_settings(settings: Settings) -> ScratchSettings:

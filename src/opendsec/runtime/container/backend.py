@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from opendsec.api.errors import Internal, OpenDSecError, SandboxLost, Unavailable
+from opendsec.api.errors import Internal, OpenDSecError, SandboxLost, Unavailable, Unsupported
 from opendsec.api.sandboxes import Capability
 from opendsec.kernel import cgroups, procfs, syscalls
 from opendsec.runtime.backend import Handle, LayerRef, Placement, Record
@@ -30,20 +30,50 @@ INIT = Path(__file__).resolve().parents[2] / "_native" / "dsec-init"
 NAME = "container"
 LOCK_TIMEOUT_S = 30.0
 
+# Features of the kernel (`kernel.features`) without which no container can be made as this backend makes them.
+NEEDED = (
+    "user_namespaces",
+    "sandbox_namespaces",
+    "pidfd",
+    "openat2",
+    "seccomp_filter",
+    "erofs_device",
+    "detached_clone",
+    "idmapped_mounts",
+    "overlay_fd",
+    "tmpfs",
+    "cgroup_limits",
+)
+
+
+def capabilities(missing: Sequence[str]) -> tuple[Capability, ...]:
+    """What this backend can do on a machine that lacks `missing` of `NEEDED`."""
+    can = ("create", "run", "stream", "sessions", "pty", "files", "limits")
+    cannot = ("pause", "fork", "snapshot", "network")
+    reason = "; ".join(missing)
+    return (
+        *(Capability(name=name, available=not missing, reason=reason) for name in can),
+        *(Capability(name=name, available=False, reason="this backend cannot do it yet") for name in cannot),
+    )
+
 
 class ContainerBackend:
     """All containers of one edge. `staging`: an existing directory of the host; nothing is ever mounted there outside the sandboxes.
-    `lock`: a file beside the journal, see `start`."""
+    `lock`: a file beside the journal, see `start`. `missing`: what this machine lacks of `NEEDED`, each with the reason; with any of it
+    the backend says so and makes nothing."""
 
     name = NAME
 
-    def __init__(self, *, edge_id: str, scratch: ScratchDriver, staging: Path, lock: Path, init: Path = INIT) -> None:
+    def __init__(
+        self, *, edge_id: str, scratch: ScratchDriver, staging: Path, lock: Path, init: Path = INIT, missing: Sequence[str] = ()
+    ) -> None:
         self.edge_id = edge_id
         self.scratch = scratch
         self.hierarchies = cgroups.discover()
         self._staging = staging
         self._init = init
         self._lock_path, self._lock = lock, -1
+        self._missing = tuple(missing)
         self._spawner: Spawner | None = None
         self._starting = asyncio.Lock()
         self._mounting: dict[str, asyncio.Future[None]] = {}  # digest → the mount, once asked for, of the present spawner
@@ -55,12 +85,7 @@ class ContainerBackend:
     # --- shared parts ----------------------------------------------------------------------------------------------
 
     def capabilities(self) -> tuple[Capability, ...]:
-        later = "this backend cannot do it yet"
-        can = ("create", "run", "stream", "sessions", "pty", "files", "limits")
-        return (
-            *(Capability(name=name, available=True) for name in can),
-            *(Capability(name=name, available=False, reason=later) for name in ("pause", "fork", "snapshot", "network")),
-        )
+        return capabilities(self._missing)
 
     async def start(self) -> None:
         """Wait for the spawner of an edge that crashed to be gone, then start ours.
@@ -68,6 +93,8 @@ class ContainerBackend:
         The lock is shared with the spawner and lasts as long as either of us. Without it an old spawner could finish a sandbox after the
         new edge has taken stock. It ends by itself when its edge does, within the one request it is at.
         """
+        if self._missing:
+            return  # nothing will ever be created
         self._lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             await asyncio.wait_for(asyncio.to_thread(fcntl.flock, self._lock, fcntl.LOCK_EX), LOCK_TIMEOUT_S)
@@ -142,6 +169,8 @@ class ContainerBackend:
     # --- create ----------------------------------------------------------------------------------------------------
 
     async def create(self, placement: Placement) -> Handle:
+        if self._missing:
+            raise Unsupported(f"this machine cannot run containers: {'; '.join(self._missing)}", field="spec.backend")
         digests = tuple(layer.digest for layer in placement.layers)
         self._users.update(digests)
         try:
