@@ -162,7 +162,13 @@ class BtrfsScratch:
                 return
 
     def list(self) -> Sequence[str]:
-        return sorted(os.listdir(self._boxes))
+        fd = os.open(
+            ".", _FOLDER, dir_fd=self._boxes
+        )  # anew: a directory of btrfs shows an old descriptor what was there when it was opened
+        try:
+            return sorted(os.listdir(fd))
+        finally:
+            os.close(fd)
 
     # --- usage -----------------------------------------------------------------------------------------------------
 
@@ -192,7 +198,7 @@ class BtrfsScratch:
             return 0, None
         try:
             used = sum(btrfs.qgroup_pending(self._filesystem, box.subvolume))
-            self._glance(sandbox_id, box)
+            self._glance(sandbox_id, box, exact=True)
         except OSError:
             return 0, None  # removed meanwhile
         return used, box.at_most()
@@ -203,7 +209,7 @@ class BtrfsScratch:
             return False, False
         try:
             disk_full = sum(btrfs.qgroup_pending(self._filesystem, box.subvolume)) >= box.limits.disk_bytes
-            self._glance(sandbox_id, box)
+            self._glance(sandbox_id, box, exact=False)
         except OSError:
             return False, False  # removed meanwhile
         if disk_full:
@@ -225,11 +231,11 @@ class BtrfsScratch:
 
     # --- the limit on inodes ---------------------------------------------------------------------------------------
 
-    def _glance(self, sandbox_id: str, box: _Box) -> None:
+    def _glance(self, sandbox_id: str, box: _Box, *, exact: bool) -> None:
         """A look that takes no longer than the event loop can bear; none if one is going on."""
         if box.lock.acquire(blocking=False):
             try:
-                self._look(sandbox_id, box, count_at_most=_COUNT_AT_ONCE)
+                self._look(sandbox_id, box, count_at_most=_COUNT_AT_ONCE, always=exact)
             finally:
                 box.lock.release()
 
@@ -241,18 +247,18 @@ class BtrfsScratch:
         begun = time.monotonic()
         try:
             with box.lock:
-                self._look(sandbox_id, box, count_at_most=None)
+                self._look(sandbox_id, box, count_at_most=None, always=False)
         except OSError:
             return  # removed meanwhile
         now = time.monotonic()
         wait_s = min(max((box.limits.inodes - box.at_most()) / _CREATIONS_A_SECOND, _WATCH_S[0]), _WATCH_S[1])
         box.look_at = now + max(wait_s, 20 * (now - begun))  # never more than a twentieth of a core for one sandbox
 
-    def _look(self, sandbox_id: str, box: _Box, *, count_at_most: int | None) -> None:
+    def _look(self, sandbox_id: str, box: _Box, *, count_at_most: int | None, always: bool) -> None:
         fd = os.open(sandbox_id, _FOLDER, dir_fd=self._boxes)
         try:
             box.highest = btrfs.highest_inode(fd, box.highest)
-            if box.at_most() < box.limits.inodes and not box.clamped:
+            if box.at_most() < box.limits.inodes and not box.clamped and not always:
                 return
             if count_at_most is not None and box.highest - btrfs.FIRST_FREE_OBJECTID > count_at_most:
                 return

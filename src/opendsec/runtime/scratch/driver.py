@@ -12,8 +12,9 @@ import msgspec
 
 from opendsec.api.spec import Limits
 
-BASE_INODES = 6
-"""What overlay itself has there: the root, `upper`, `work`, and three below `work`. No part of a sandbox's limit."""
+BASE_INODES = 7
+"""What is there before the sandbox makes anything: the root, `upper`, `work`, and four that overlay makes below `work`. No part of
+a sandbox's limit."""
 
 OpenRoot = Callable[[], int]
 """An O_PATH descriptor of a living sandbox's root, for the caller to close. Raises SandboxLost."""

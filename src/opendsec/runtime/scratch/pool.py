@@ -35,6 +35,7 @@ class Pool:
     def __init__(self, state_dir: Path) -> None:
         self.image, self.place = state_dir / "scratch.img", state_dir / "scratch"
         self.fd = -1
+        self._mounted = False
 
     def open(self, size_bytes: int | None) -> None:
         """Mount the pool, or take over one that is mounted; make it first if there is none, of `size_bytes` (None: half of
@@ -45,6 +46,7 @@ class Pool:
                 if not self.image.exists():
                     make(self.image, size_bytes)
                 self._mount()
+            self._mounted = True
             self.fd = os.open(self.place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             os.fchmod(self.fd, 0o700)
             _enable_quota(self.fd)
@@ -88,15 +90,16 @@ class Pool:
     def unmount(self, *, remove: bool) -> None:
         """Unmount it; with `remove` delete it, even while sandboxes use it (their space is free when they end)."""
         self.let_go()
+        if not self._mounted:
+            return
         try:
             syscalls.umount2(self.place)
-        except FileNotFoundError:
-            pass
         except OSError as error:
             if error.errno == errno.EBUSY and remove:
                 syscalls.umount2(self.place, abi.MNT_DETACH)
-            elif error.errno not in (errno.EBUSY, errno.EINVAL):  # EINVAL: is not mounted
+            elif error.errno not in (errno.EBUSY, errno.EINVAL):  # EINVAL: somebody else has unmounted it
                 raise
+        self._mounted = False
         if remove:
             self.image.unlink(missing_ok=True)
             with contextlib.suppress(OSError):

@@ -14,6 +14,9 @@ from opendsec.api.errors import SandboxLost
 from opendsec.api.spec import Limits
 from opendsec.runtime.scratch.driver import BASE_INODES, OpenRoot, ScratchPlan
 
+_BASE_INODES = BASE_INODES + 1
+"""tmpfs lets extended attributes count as inodes, and overlay sets one on `upper`."""
+
 
 class TmpfsScratch:
     name = "tmpfs"
@@ -27,7 +30,7 @@ class TmpfsScratch:
         pass
 
     async def take(self, sandbox_id: str, uid_base: int, limits: Limits) -> ScratchPlan:
-        return ScratchPlan(kind="tmpfs", ref=sandbox_id, size_bytes=limits.disk_bytes, inodes=limits.inodes + BASE_INODES)
+        return ScratchPlan(kind="tmpfs", ref=sandbox_id, size_bytes=limits.disk_bytes, inodes=limits.inodes + _BASE_INODES)
 
     def follow(self, sandbox_id: str, limits: Limits, open_root: OpenRoot) -> None:
         self._roots[sandbox_id] = open_root
@@ -37,7 +40,7 @@ class TmpfsScratch:
         stats = self._statfs(sandbox_id)
         if stats is None:
             return 0, None
-        return (stats.f_blocks - stats.f_bfree) * stats.f_frsize, max(stats.f_files - stats.f_ffree - BASE_INODES, 0)
+        return (stats.f_blocks - stats.f_bfree) * stats.f_frsize, max(stats.f_files - stats.f_ffree - _BASE_INODES, 0)
 
     def full(self, sandbox_id: str) -> tuple[bool, bool]:
         """Exact: a write that was refused left no free page, a creation that was refused no free inode."""
