@@ -53,6 +53,13 @@ class Child:
         self.exited: Message | None = None
         self.terminal: int | None = None
 
+    def has_spoken(self) -> bool:
+        """Whether a report waits to be heard."""
+        try:
+            return bool(self.report.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except OSError:
+            return False
+
 
 class Spawner:
     def __init__(self, control: socket.socket) -> None:
@@ -174,8 +181,10 @@ class Spawner:
                 socket.send_fds(ours, [b"root"], [root, dev])
             finally:
                 close_all(root, dev)
-        except BaseException:
+        except BaseException as error:
             if child > 0:
+                if isinstance(error, ConnectionError) or self.children[child].has_spoken():
+                    return  # it failed first: what it says is the answer
                 self.children[child].request = -1  # the error of the parent's half is the answer; the child's is not heard
                 os.kill(child, signal.SIGKILL)
             raise
@@ -341,11 +350,13 @@ def make_root(child: int, layers: list[int], plan: Message) -> int:
             size_bytes, inodes = scratch
             base = mounts.tmpfs(size_bytes=size_bytes, inodes=inodes, mode=0o700)
             held.append(base)
-            upper, work = (make_owned(base, name, plan["uid_base"]) for name in (b"upper", b"work"))
-            held += upper, work
+            for name in (b"upper", b"work"):
+                held.append(make_owned(base, name, plan["uid_base"]))
         else:
-            upper, work = (os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) for path in scratch)
-            held += upper, work
+            upper, work = scratch
+            for path in (upper, work):
+                held.append(os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
+        upper, work = held[-2:]
         return mounts.overlay(held[len(layers) : 0 : -1], upper, work, attrs=abi.MOUNT_ATTR_NOSUID | abi.MOUNT_ATTR_NODEV)
     finally:
         close_all(*held)
