@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import opendsec as od
+from benchmarks.peers import peers
 from benchmarks.report import Report, percentile
 from benchmarks.support import IMAGE, bench_edge, image_layers
 from opendsec.kernel import abi, mounts, procfs, syscalls
@@ -51,17 +52,6 @@ def root_directory(layers: list[tuple[Path, Path]]) -> Iterator[Path]:
             syscalls.umount2(target, abi.MNT_DETACH)
 
 
-def timed_spawn(argv: list[str]) -> float:
-    """Milliseconds from the start of a command to its end. Raises if it fails."""
-    began = time.perf_counter()
-    pid = os.posix_spawn(argv[0], argv, {"PATH": "/usr/bin:/bin"})
-    _, status = os.waitpid(pid, 0)
-    took = (time.perf_counter() - began) * 1000
-    if status:
-        raise RuntimeError(f"{argv[0]} failed with status {status}")
-    return took
-
-
 def bwrap_command(root: Path) -> list[str]:
     program = shutil.which("bwrap")
     assert program is not None, "bwrap is not installed; `make setup` installs it"
@@ -69,7 +59,7 @@ def bwrap_command(root: Path) -> list[str]:
 
 
 def crun_command(root: Path, folder: Path) -> list[str] | None:
-    """None where crun is not there or cannot run on this machine."""
+    """None where crun is not there."""
     program = shutil.which("crun")
     if program is None:
         return None
@@ -79,12 +69,7 @@ def crun_command(root: Path, folder: Path) -> list[str] | None:
     config["process"].update({"terminal": False, "args": ["true"]})
     config["mounts"] = [mount for mount in config["mounts"] if mount["type"] not in ("cgroup", "sysfs")]
     (folder / "config.json").write_text(json.dumps(config))
-    command = [program, "--cgroup-manager=disabled", "run", "--bundle", str(folder), "dsec-bench"]
-    try:
-        timed_spawn(command)
-    except RuntimeError:
-        return None
-    return command
+    return [program, "--cgroup-manager=disabled", "run", "--bundle", str(folder), "dsec-bench"]
 
 
 async def latencies(client: od.Client, report: Report, root: Path, rounds: int) -> None:
@@ -94,8 +79,11 @@ async def latencies(client: od.Client, report: Report, root: Path, rounds: int) 
     kill_ms: list[float] = []
     bwrap_ms: list[float] = []
     crun_ms: list[float] = []
-    with tempfile.TemporaryDirectory(prefix="dsec-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="dsec-bench-") as folder, peers() as peer:
         bwrap, crun = bwrap_command(root), crun_command(root, Path(folder))
+        if crun is not None and peer.time_ms(crun) is None:
+            report.peers["crun"] += " (does not run here)"
+            crun = None
         for turn in range(rounds + 5):
             began = time.perf_counter()
             box = await client.create(od.Container(image=IMAGE))
@@ -108,15 +96,16 @@ async def latencies(client: od.Client, report: Report, root: Path, rounds: int) 
             killed = time.perf_counter()
             if result.exit_code != 0:
                 raise RuntimeError(f"true failed: {result}")
-            peer = timed_spawn(bwrap)
+            times = [peer.time_ms(command) for command in (bwrap, crun) if command is not None]
+            if None in times:
+                raise RuntimeError("a peer failed")
             if turn < 5:
                 continue  # warm-up
             create_ms.append((created - began) * 1000)
             run_ms += [(ran - created) * 1000, (again - ran) * 1000]
             kill_ms.append((killed - again) * 1000)
-            bwrap_ms.append(peer)
-            if crun is not None:
-                crun_ms.append(timed_spawn(crun))
+            bwrap_ms += [took for took in times[:1] if took is not None]
+            crun_ms += [took for took in times[1:] if took is not None]
     report.distribution("container.create", create_ms)
     report.distribution("container.run_true", run_ms)
     report.distribution("container.kill", kill_ms)
