@@ -191,7 +191,7 @@ class Handle(Protocol):
     ) -> Running:
         """Start a command. The descriptors become its 0, 1, 2 (None: /dev/null; all None with a terminal), those of `extra` its 3, 4, …;
         the caller keeps and closes its own copies. A command that cannot start is a Running whose `exited` says `not_started`.
-        Raises SandboxLost, Unavailable."""
+        Raises SandboxLost, Unavailable. Cancelled, it kills what may have started."""
 
     def counters(self) -> Counters: ...
     def usage(self) -> Usage: ...

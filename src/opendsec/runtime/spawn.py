@@ -135,6 +135,14 @@ class Spawner:
             self._flush()
         return await future
 
+    async def settle(self) -> None:
+        """Return once every request sent so far has been taken up, or never will be because the spawner is gone. For callers that were
+        cancelled and have to undo what happens all the same."""
+        try:
+            await self.call("ping", {})
+        except Unavailable:
+            pass
+
     def _flush(self) -> None:
         while self._outbox:
             data, fds = self._outbox[0]

@@ -199,12 +199,17 @@ class ContainerBackend:
                 raise
         except BaseException as error:
             self._drop_layers(digests)
-            await asyncio.shield(self._clear(placement.sandbox_id))
+            await asyncio.shield(self._undo(placement.sandbox_id, cancelled=isinstance(error, asyncio.CancelledError)))
             if isinstance(error, SpawnError):
                 raise Internal(f"cannot create the sandbox: {error}", data={"step": error.step, "errno": error.errno}) from error
             if isinstance(error, ProcessLookupError | FileNotFoundError):
                 raise SandboxLost("the sandbox died while it was made") from error
             raise
+
+    async def _undo(self, sandbox_id: str, *, cancelled: bool) -> None:
+        if cancelled and self._spawner is not None:
+            await self._spawner.settle()  # else the spawner could make it after we have cleared up
+        await self._clear(sandbox_id)
 
     async def create_many(self, placements: Sequence[Placement]) -> Sequence[Handle | BaseException]:
         return await asyncio.gather(*(self.create(placement) for placement in placements), return_exceptions=True)

@@ -15,7 +15,7 @@ from opendsec.kernel import cgroups, procfs, syscalls
 from opendsec.runtime.backend import Counters, ExecPlan, Exit, FileAccess, Record, Running
 from opendsec.runtime.container.plan import exec_plan, group_name
 from opendsec.runtime.files import SandboxFiles
-from opendsec.runtime.spawn import SpawnError
+from opendsec.runtime.spawn import Spawner, SpawnError
 
 if TYPE_CHECKING:
     from opendsec.runtime.container.backend import ContainerBackend
@@ -36,6 +36,7 @@ class ContainerHandle:
         self.died: asyncio.Future[str] = self._loop.create_future()
         self.group = backend.hierarchies.group(group_name(backend.edge_id, record.sandbox_id))
         self._files = SandboxFiles(self.open_root, record.uid_base)
+        self._abandoned: set[asyncio.Task[None]] = set()
         self._emptying: set[str] = set()  # groups of ended commands whose children live on
         self._loop.add_reader(pidfd, self._on_death)
         backend.handles.add(self)
@@ -106,9 +107,22 @@ class ContainerHandle:
             if error.step == "plan" and error.errno:
                 return NotStarted(f"the kernel refused a new process: {error.text}")
             raise Unavailable(f"cannot start the command: {error}") from error
+        except asyncio.CancelledError:
+            # It may start all the same, or hang in its start (root inside can stop it there): nobody would ever control it.
+            self._abandoned.add(task := asyncio.ensure_future(self._abandon(spawner, group)))
+            task.add_done_callback(self._abandoned.discard)
+            raise
         assert answer.exited is not None
         pidfd, *terminal = answer.fds
         return ContainerRunning(self, group, answer.pid, pidfd, terminal[0] if terminal else None, answer.exited)
+
+    async def _abandon(self, spawner: Spawner, group: cgroups.Group) -> None:
+        await spawner.settle()
+        try:
+            group.kill()
+        except OSError:
+            pass  # it never came to be, or went with the sandbox
+        self.forget_group(group)
 
     def _lives(self) -> bool:
         try:
@@ -254,16 +268,31 @@ class ContainerRunning:
 
     def signal(self, number: int, *, tree: bool = False) -> None:
         if tree:
-            for pid in self.members():
-                try:
-                    os.kill(pid, number)
-                except ProcessLookupError:
-                    continue
+            self._signal_tree(number)
         elif self._pidfd is not None:
             try:
                 syscalls.pidfd_send_signal(self._pidfd, number)
             except ProcessLookupError:
                 pass  # it has ended, its exit is on the way
+
+    def _signal_tree(self, number: int) -> None:
+        """A member may end, and its number pass to a process of the host, between the listing and the signal: so each is held by a
+        pidfd first, and is signalled if it is still listed then."""
+        held: dict[int, int] = {}
+        try:
+            for pid in self.members():
+                try:
+                    held[pid] = syscalls.pidfd_open(pid)
+                except OSError:
+                    continue  # ended
+            for pid in held.keys() & set(self.members()):
+                try:
+                    syscalls.pidfd_send_signal(held[pid], number)
+                except ProcessLookupError:
+                    continue
+        finally:
+            for pidfd in held.values():
+                os.close(pidfd)
 
     def kill_tree(self) -> None:
         try:
