@@ -114,6 +114,33 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
+def rich_table(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table with a title: drawn on a terminal, plain columns elsewhere."""
+    if not sys.stdout.isatty():
+        print(f"\n{title}")
+        table(headers, rows)
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    drawn = Table(title=escape(title), box=box.SIMPLE_HEAD, title_justify="left")
+    for index, heading in enumerate(headers):
+        drawn.add_column(heading, justify="right" if index else "left", overflow="fold")
+    for row in rows:
+        drawn.add_row(*(escape(cell) for cell in row))
+    Console().print(drawn)
+
+
+def raise_descriptor_limit() -> None:
+    """Each request under way is a connection: allow as many as we may."""
+    import resource
+
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def ago(at: float) -> str:
     return duration(max(0.0, time.time() - at))
 
