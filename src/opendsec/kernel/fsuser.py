@@ -112,7 +112,8 @@ class FsUser:
         effective &= self._permitted
         if (uid, gid, effective) == self._now:
             return
-        if (uid, gid) != self._now[:2]:
+        ids_differ, self._now = (uid, gid) != self._now[:2], (-1, -1, -1)  # unknown, should one of the steps fail
+        if ids_differ:
             # First everything permitted: changing the ids needs SETUID and SETGID, which `bare` gave up.
             syscalls.capset(self._permitted, self._permitted, self._inheritable)
             setfsgid(gid)

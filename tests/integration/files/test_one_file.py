@@ -261,8 +261,9 @@ def test_a_full_disk(append: bool) -> None:
 def test_no_inodes_left() -> None:
     with Box("host", inodes=100) as box:
         box.run("os.chdir('/work')\ntry:\n  for i in range(200): open(str(i), 'w').close()\nexcept OSError: pass")
-        with pytest.raises(QuotaExceeded):
+        with pytest.raises(QuotaExceeded, match="inodes") as caught:
             write(box, b"/work/new")
+        assert caught.value.data["resource"] == "inodes"
         with pytest.raises(QuotaExceeded):
             box.files.mkdir(b"/work/d", mode=0o755, user=None, parents=False)
         box.files.remove(b"/work/1", recursive=False)
@@ -528,6 +529,24 @@ def test_a_sandbox_that_has_ended() -> None:
     for call in (lambda: files.stat(b"/"), lambda: files.list(b"/"), lambda: files.open_read(b"/a"), lambda: files.open_watch(b"/")):
         with pytest.raises(SandboxLost):
             call()
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_a_sandbox_that_ends_before_the_commit(box: Box, here: bytes, append: bool) -> None:
+    """Its file system is still there, through our descriptor, but nobody will ever see it again."""
+    dead = False
+
+    def root() -> int:
+        if dead:
+            raise SandboxLost("the sandbox has ended")
+        return box.open_root()
+
+    write(box, here + b"/file", b"x")
+    file = SandboxFiles(root, UID_BASE).open_write(here + b"/file", mode=None, user=None, append=append, parents=False)
+    file.write(b"x")
+    dead = True
+    with pytest.raises(SandboxLost):
+        file.commit()
 
 
 def test_a_sandbox_that_ends_while_its_files_are_removed(box: Box, here: bytes, monkeypatch: pytest.MonkeyPatch) -> None:

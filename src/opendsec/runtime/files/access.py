@@ -97,11 +97,11 @@ class SandboxFiles:
             if append and target.existing is not None:
                 with closing(target.directory), closing(open_entry(target.directory, target.name)) as entry:
                     fd = tree.open_regular(entry, path, os.O_WRONLY | os.O_APPEND)
-                return writer.Appending(self._acting, path, fd, owner=self._host(given), mode=mode)
+                return writer.Appending(self, path, fd, owner=self._host(given), mode=mode)
             owner = fresh if target.existing is None else given or tree.owner_of(target.existing)
             if mode is None:
                 mode = writer.NEW_FILE_MODE if target.existing is None else target.existing.st_mode & 0o1777
-            return writer.NewFile(self._acting, tree, path, target, owner=owner, mode=mode, exclusive=append)
+            return writer.NewFile(self, tree, path, target, owner=owner, mode=mode, exclusive=append)
 
     def mkdir(self, path: bytes, *, mode: int, user: str | None, parents: bool) -> FileInfo:
         """`parents`: also what is missing above (0755, same owner), and a directory that exists will do, as it is."""
@@ -198,11 +198,16 @@ class SandboxFiles:
         """Root descriptor and credentials for one operation on `path`; the kernel's errors become the contract's."""
         check_path(path)
         # The root is opened as the host's root: that takes rights over the sandbox's process, which the rest does without.
-        with closing(self._open_root()) as root, translated(path), self._acting() as user:
+        with closing(self._open_root()) as root, translated(path, where=root), self.acting() as user:
             yield Tree(root, user, self._uid_base, self._ids)
 
-    def _acting(self) -> fsuser.FsUser:
+    def acting(self) -> fsuser.FsUser:
+        """For writers: see `writer.Sandbox`."""
         return fsuser.FsUser(self._uid_base, self._uid_base)
+
+    def check_alive(self) -> None:
+        """For writers: see `writer.Sandbox`."""
+        os.close(self._open_root())
 
     def _host(self, owner: Owner | None) -> tuple[int, int] | None:
         return None if owner is None else (self._uid_base + owner.uid, self._uid_base + owner.gid)
@@ -211,7 +216,7 @@ class SandboxFiles:
         def check() -> None:
             """Raises SandboxLost."""
             with tree.user.suspended():
-                os.close(self._open_root())
+                self.check_alive()
 
         return check
 

@@ -97,12 +97,19 @@ _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EOPNOTSUPP)
 _BUSY = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
-def quota_exceeded(path: bytes) -> QuotaExceeded:
-    return QuotaExceeded(f"{text(path)}: no space left in the sandbox", data={"resource": "disk"})
+def _quota_exceeded(path: bytes, where: int | None) -> QuotaExceeded:
+    inodes = False
+    if where is not None:
+        try:
+            inodes = os.fstatvfs(where).f_favail == 0
+        except OSError:
+            pass  # the answer only makes the message better
+    what = "no inodes (files) left" if inodes else "no space left"
+    return QuotaExceeded(f"{text(path)}: {what} in the sandbox", data={"resource": "inodes" if inodes else "disk"})
 
 
-def from_os_error(error: OSError, path: bytes, field: str = "path") -> OpenDSecError:
-    """The contract's error for the kernel's."""
+def from_os_error(error: OSError, path: bytes, field: str = "path", where: int | None = None) -> OpenDSecError:
+    """The contract's error for the kernel's. `where`: a descriptor of the file system, to tell what it ran out of."""
     code = error.errno or 0
     subject = text(path)
     if code == errno.ENOENT:
@@ -110,7 +117,7 @@ def from_os_error(error: OSError, path: bytes, field: str = "path") -> OpenDSecE
     if code in _CONFLICTS:
         return Conflict(f"{subject} {_CONFLICTS[code]}", field=field, data={"errno": errno.errorcode[code]})
     if code in _FULL:
-        return quota_exceeded(path)
+        return _quota_exceeded(path, where)
     if code in (errno.EINVAL, errno.ENAMETOOLONG):
         return InvalidRequest(f"{subject}: {os.strerror(code)}", field=field)
     if code in _REFUSED:
@@ -123,12 +130,12 @@ def from_os_error(error: OSError, path: bytes, field: str = "path") -> OpenDSecE
 
 
 @contextmanager
-def translated(path: bytes, field: str = "path") -> Iterator[None]:
+def translated(path: bytes, field: str = "path", where: int | None = None) -> Iterator[None]:
     """OSError inside becomes an error of the contract that names `path`."""
     try:
         yield
     except OSError as error:
-        raise from_os_error(error, path, field) from error
+        raise from_os_error(error, path, field, where) from error
 
 
 @contextmanager

@@ -61,7 +61,7 @@ class _Extractor:
                 try:
                     total += self._member(member, reader)
                 except OSError as error:
-                    failure = from_os_error(error, member.name, "body")
+                    failure = from_os_error(error, member.name, "body", self._target)
                     failure.data["member"] = text(member.name)
                     raise failure from error
             return total

@@ -20,16 +20,23 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from opendsec.api.errors import Conflict, Internal, InvalidRequest
 from opendsec.kernel import abi, syscalls
 from opendsec.runtime.files.beneath import MAX_LINKS, Owner, Tree, closing, kind_of, open_entry, split, text, translated
 
-Acting = Callable[[], AbstractContextManager[object]]
-"""Makes a context in which the thread acts as root of the sandbox."""
+
+class Sandbox(Protocol):
+    """What a writer needs of the sandbox later, when it ends."""
+
+    def acting(self) -> AbstractContextManager[object]:
+        """A context in which the thread acts as root of the sandbox."""
+
+    def check_alive(self) -> None:
+        """Raises SandboxLost. Its file system outlives a sandbox while we hold a descriptor of it; content does not count then."""
+
 
 NEW_FILE_MODE = 0o644
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)  # ENOENT, EISDIR: from kernels that do not know the flag
@@ -87,7 +94,7 @@ class _Writing:
         if self._fd < 0:
             raise Internal("written to after the end")
         try:
-            with translated(self._path), memoryview(data) as view:
+            with translated(self._path, where=self._fd), memoryview(data) as view:
                 done = 0
                 while done < len(view):
                     count = os.write(self._fd, view[done:])
@@ -113,9 +120,9 @@ class NewFile(_Writing):
     """
 
     def __init__(
-        self, acting: Acting, tree: Tree, path: bytes, target: Target, *, owner: Owner, mode: int, exclusive: bool = False
+        self, sandbox: Sandbox, tree: Tree, path: bytes, target: Target, *, owner: Owner, mode: int, exclusive: bool = False
     ) -> None:
-        self._acting = acting
+        self._sandbox = sandbox
         self._directory, self._name, self._existing = target
         self._owner = (tree.uid_base + owner.uid, tree.uid_base + owner.gid)
         self._mode = mode
@@ -143,7 +150,7 @@ class NewFile(_Writing):
         if self._fd < 0:
             raise Internal("committed after the end")
         try:
-            with translated(self._path), self._acting():
+            with translated(self._path, where=self._fd), self._sandbox.acting():
                 st = os.fstat(self._fd)
                 if st.st_size != self._written:
                     raise Internal(f"{text(self._path)}: {self._written} bytes were written, {st.st_size} are on disk")
@@ -154,6 +161,7 @@ class NewFile(_Writing):
                 there = os.stat(self._name, dir_fd=self._directory, follow_symlinks=False)
                 if (there.st_dev, there.st_ino, there.st_size) != (st.st_dev, st.st_ino, self._written):
                     raise Conflict(f"{text(self._path)} was changed by something else while it was written", field="path")
+            self._sandbox.check_alive()
         finally:
             self.abort()
         return self._written
@@ -178,7 +186,7 @@ class NewFile(_Writing):
             return
         try:
             if self._temporary is not None:
-                with self._acting():
+                with self._sandbox.acting():
                     os.unlink(self._temporary, dir_fd=self._directory)
         except OSError:
             pass  # removed or moved away inside; there is nothing left of ours to remove
@@ -193,9 +201,9 @@ class Appending(_Writing):
     Abort takes back what was appended, if nobody else has changed the file's size since; otherwise it stays.
     """
 
-    def __init__(self, acting: Acting, path: bytes, fd: int, *, owner: tuple[int, int] | None, mode: int | None) -> None:
+    def __init__(self, sandbox: Sandbox, path: bytes, fd: int, *, owner: tuple[int, int] | None, mode: int | None) -> None:
         super().__init__(path, fd)
-        self._acting = acting
+        self._sandbox = sandbox
         self._owner = owner
         self._mode = mode
         self._start = os.fstat(fd).st_size
@@ -204,7 +212,7 @@ class Appending(_Writing):
         if self._fd < 0:
             raise Internal("committed after the end")
         try:
-            with translated(self._path), self._acting():
+            with translated(self._path, where=self._fd), self._sandbox.acting():
                 size = os.fstat(self._fd).st_size
                 if size < self._start + self._written:
                     raise Conflict(f"{text(self._path)} was cut by something else while it was appended to", field="path")
@@ -212,7 +220,8 @@ class Appending(_Writing):
                     os.fchown(self._fd, *self._owner)
                 if self._mode is not None:
                     os.fchmod(self._fd, self._mode)
-                return size
+            self._sandbox.check_alive()
+            return size
         finally:
             self._close()
 
