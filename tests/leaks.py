@@ -62,7 +62,11 @@ def _process(pid: str) -> tuple[str, str]:
 def children() -> dict[str, str]:
     found = {}
     for task in os.listdir("/proc/self/task"):
-        for pid in Path(f"/proc/self/task/{task}/children").read_text().split():
+        try:
+            pids = Path(f"/proc/self/task/{task}/children").read_text().split()
+        except OSError:
+            continue  # a thread that has ended meanwhile
+        for pid in pids:
             try:
                 key, what = _process(pid)
             except OSError:

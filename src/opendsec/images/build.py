@@ -27,7 +27,7 @@ from opendsec.images.worker import OUT, Job, Line, Made
 T = TypeVar("T")
 
 _LINE_BYTES = 1 << 20
-_PASSED_ON = ("PATH", "LANG", "http_proxy", "https_proxy", "ftp_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+_PASSED_ON = ("LANG", "http_proxy", "https_proxy", "ftp_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 
 
 def check(request: BuildRequest, *, allow_host_paths: bool) -> LayerName:
@@ -116,7 +116,13 @@ async def _work(job: Job, held: int, progress: Callable[[BuildEvent], None]) -> 
         stdin=PIPE,
         stdout=PIPE,
         stderr=PIPE,
-        env={**environment, "TMPDIR": job.work, "HOME": "/root"},
+        # mmdebstrap and what it runs live in the sbin directories too, which a user's PATH need not have.
+        env={
+            **environment,
+            "PATH": os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin:/usr/bin:/bin",
+            "TMPDIR": job.work,
+            "HOME": "/root",
+        },
         pass_fds=(held,),  # holds the workspace as long as anything of the worker lives
         start_new_session=True,  # a terminal's Ctrl-C is for the edge to handle
         limit=_LINE_BYTES,

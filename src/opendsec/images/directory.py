@@ -187,7 +187,8 @@ def _copy_attributes(source: int, target: int) -> None:
 def stage(root_fd: int, edits: Sequence[Edit], *, prefix: str, work: Path) -> Path:
     """A directory in `work` that shows the source, with the edits, at `prefix`: what mkfs.erofs packs.
 
-    The caller has a mount namespace of its own, which takes the mounts made here along when it ends.
+    The caller has a mount namespace of its own, which takes the mounts made here along when it ends. Nothing can be reached through a
+    link on it, so a directory that somebody makes a link while mkfs.erofs walks leads nowhere.
     """
     top = work / "stage"
     top.mkdir(mode=0o755)
@@ -196,7 +197,7 @@ def stage(root_fd: int, edits: Sequence[Edit], *, prefix: str, work: Path) -> Pa
         place, so_far = place / part, so_far + b"/" + os.fsencode(part)
         place.mkdir()
         place.chmod(_KNOWN_MODES.get(so_far[1:], 0o755))
-    tree = mounts.bind_readonly(root_fd, b"", attrs=0)
+    tree = mounts.bind_readonly(root_fd, b"", attrs=abi.MOUNT_ATTR_NOSYMFOLLOW)
     try:
         if edits:
             upper = work / "edits"
@@ -204,7 +205,7 @@ def stage(root_fd: int, edits: Sequence[Edit], *, prefix: str, work: Path) -> Pa
             apply(edits, root_fd, upper)
             upper_fd = os.open(upper, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                plain, tree = tree, mounts.overlay([upper_fd, tree], None, None, options={})
+                plain, tree = tree, mounts.overlay([upper_fd, tree], None, None, attrs=abi.MOUNT_ATTR_NOSYMFOLLOW, options={})
                 os.close(plain)
             finally:
                 os.close(upper_fd)

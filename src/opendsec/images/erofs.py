@@ -36,6 +36,7 @@ def pack(source: Path, out: Path, *, all_root: bool) -> None:
         os.fspath(out / META),
         os.fspath(source),
     ]
+    (out / DATA).touch()  # some versions open it without creating it
     try:
         done = subprocess.run(
             command,

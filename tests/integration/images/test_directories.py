@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from opendsec.api.errors import Denied, Internal, InvalidRequest
+from opendsec.api.errors import Denied, Internal, InvalidRequest, Unavailable
 from opendsec.api.images import BuildEvent, BuildRequest, DebianSource, DirectorySource, ImageConfig, ImageInfo, LayerInfo
 from opendsec.images import build as build_module
 from opendsec.images import erofs, tree
@@ -307,6 +307,24 @@ async def test_host_paths_need_leave(store: ImageStore, source: Path) -> None:
     request = BuildRequest(name="x", source=DirectorySource(path=os.fspath(source)))
     with pytest.raises(Denied):
         await build(store, request, progress=Built().events.append, allow_host_paths=False)
+
+
+async def test_no_space_is_no_fault_of_the_caller(tmp_path: Path, source: Path) -> None:
+    (source / "random").write_bytes(os.urandom(4 << 20))
+    (tmp_path / "small").mkdir()
+    fd = mounts.tmpfs(2 << 20, 100)
+    try:
+        mounts.attach(fd, abi.AT_FDCWD, tmp_path / "small")
+    finally:
+        os.close(fd)
+    try:
+        store = ImageStore(tmp_path / "small" / "images")
+        store.prepare()
+        with pytest.raises(Unavailable, match="no space left"):
+            await make(store, source)
+        assert os.listdir(store.root / "tmp") == []
+    finally:
+        syscalls.umount2(tmp_path / "small")
 
 
 # --- ends before the end -------------------------------------------------------------------------------------------
