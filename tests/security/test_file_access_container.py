@@ -201,7 +201,6 @@ def test_after_the_end(node: Node) -> None:
     with node.box() as box:
         files = box.handle.files
         watch = files.open_watch(b"/tmp")
-        watch.read()
         file = files.open_write(b"/tmp/file", mode=None, user=None, append=False, parents=False)
         file.write(b"x")
         box.destroy()

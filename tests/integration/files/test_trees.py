@@ -433,8 +433,6 @@ def test_a_sandbox_that_ends_meanwhile(box: Box, here: bytes, monkeypatch: pytes
 def test_watch(box: Box, here: bytes) -> None:
     watch = box.files.open_watch(here)
     try:
-        assert select.select([watch], [], [], 0)[0], "ready wakes a loop that waits for the descriptor"
-        assert [event.kind for event in watch.read()] == ["ready"]
         assert not select.select([watch], [], [], 0)[0]
         assert watch.read() == []
         box.run("open('a', 'w').write('x'); os.mkdir('d'); open('d/below', 'w').close(); os.rename('a', b'\\xff'); os.chmod(b'\\xff', 0)")
@@ -459,7 +457,6 @@ def test_a_watched_directory_that_goes(box: Box, here: bytes, how: str) -> None:
     box.run("os.mkdir('d')")
     watch = box.files.open_watch(here + b"/d")
     try:
-        watch.read()
         box.run(how)
         assert [event.kind for event in watch.read()][-1] == "gone"
         box.run("os.makedirs('d', exist_ok=True); open('d/x', 'w').close()")
@@ -476,7 +473,7 @@ def test_more_events_than_the_kernel_keeps(box: Box, here: bytes) -> None:
         kinds = set()
         while events := watch.read():
             kinds |= {event.kind for event in events}
-        assert kinds == {"ready", "created", "deleted", "overflow"}
+        assert kinds == {"created", "deleted", "overflow"}
     finally:
         watch.close()
 
@@ -494,7 +491,6 @@ def test_what_cannot_be_watched(box: Box, here: bytes) -> None:
 def test_a_watch_ends_with_its_sandbox() -> None:
     with Box("host") as box:
         watch = box.files.open_watch(b"/work")
-        watch.read()
     try:
         assert select.select([watch], [], [], 10)[0]
         assert [event.kind for event in watch.read()] == ["gone"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 from collections.abc import Sequence
 from typing import Literal
 
@@ -26,7 +25,7 @@ _KINDS: tuple[tuple[int, Literal["created", "modified", "deleted", "moved_from",
 
 
 class DirectoryWatch:
-    """A watched directory. `fileno` is readable whenever `read` would give something, from the start: `ready` waits there.
+    """A watched directory. Nothing is missed from the moment it exists, so its holder can tell a client `ready` then.
 
     After `gone` (the directory was removed, moved or unmounted) nothing more comes. After `overflow` events were lost: look
     at the directory anew.
@@ -35,43 +34,25 @@ class DirectoryWatch:
     def __init__(self, directory: int) -> None:
         """`directory`: any descriptor of it, the caller's. Raises Unavailable when the machine's limit of watches is reached."""
         self._ended = False
-        self._started = False
         try:
             self._watcher = inotify.Watcher()
         except OSError as error:
             raise _too_many(error) from error
-        self._poll = None
-        self._wake = -1
         try:
-            try:
-                self._watcher.add(directory, _MASK)
-            except OSError as error:
-                if error.errno == errno.ENOSPC:
-                    raise _too_many(error) from error
-                raise
-            # inotify has nothing to report yet, but `ready` must wake a loop that waits for the descriptor: so one
-            # descriptor stands for two, the queue and a counter that starts at 1.
-            self._wake = os.eventfd(1, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            self._poll = select.epoll(2, select.EPOLL_CLOEXEC)
-            self._poll.register(self._watcher.fileno(), select.EPOLLIN)
-            self._poll.register(self._wake, select.EPOLLIN)
-        except BaseException:
-            self.close()
+            self._watcher.add(directory, _MASK)
+        except OSError as error:
+            self._watcher.close()
+            if error.errno == errno.ENOSPC:
+                raise _too_many(error) from error
             raise
 
     def fileno(self) -> int:
-        return -1 if self._poll is None else self._poll.fileno()
+        return self._watcher.fileno()
 
     def read(self) -> Sequence[WatchEvent]:
         """What has happened so far; never waits. Repetitions of one event in a row are one."""
         events: list[WatchEvent] = []
-        if not self._started:
-            self._started = True
-            os.eventfd_read(self._wake)
-            events.append(WatchEvent(kind="ready"))
-        if self._ended:
-            return events
-        for event in self._watcher.read():
+        for event in () if self._ended else self._watcher.read():
             if event.mask & abi.IN_Q_OVERFLOW:
                 events.append(WatchEvent(kind="overflow"))
             elif event.mask & _GONE:
@@ -87,12 +68,6 @@ class DirectoryWatch:
     def close(self) -> None:
         self._ended = True
         self._watcher.close()
-        if self._poll is not None:
-            self._poll.close()
-            self._poll = None
-        if self._wake >= 0:
-            os.close(self._wake)
-            self._wake = -1
 
 
 def _too_many(error: OSError) -> Unavailable:
