@@ -83,14 +83,16 @@ class Commands:
         """Journal the intent, then start."""
         process_id, now = ids.new_id(ids.PROCESS), self._node.clock.time()
         journal = self._node.journal
-        with journal.transaction():
-            journal.begin_command(process_id, box.id, "run", command.action_id, summary(command), now)
-            action.begin(process_id, now)
-        try:
-            return await table.start(command, process_id=process_id)
-        except OpenDSecError:
-            journal.drop_command(process_id)
-            raise
+        with self._node.use(box):
+            with journal.transaction():
+                journal.begin_command(process_id, box.id, "run", command.action_id, summary(command), now)
+                action.begin(process_id, now)
+                self._node.save_use(box)
+            try:
+                return await table.start(command, process_id=process_id)
+            except OpenDSecError:
+                journal.drop_command(process_id)
+                raise
 
     async def run(self, sandbox_id: str, command: Command) -> ExecResult:
         """Start and wait."""

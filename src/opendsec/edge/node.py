@@ -186,14 +186,29 @@ class Node:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
-        """One commit for several saves; if it fails, all is saved later (see `_save`)."""
-        try:
-            with self.journal.transaction():
-                yield
-        except Unavailable as error:
-            self.log.error("journal.not_written", reason=str(error))
-            self._dirty |= set(self.boxes.values())
-            self.flush_soon()
+        """One commit for several saves of what has happened already. If the disk refuses, all is saved later (see `_save`)."""
+        with contextlib.ExitStack() as stack:
+            stack.push(self._save_all_later)
+            try:
+                stack.enter_context(self.journal.transaction())
+            except Unavailable as error:
+                self.log.error("journal.not_written", reason=str(error))
+            yield
+
+    def _save_all_later(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        """For the exit of a transaction whose commit failed."""
+        if not isinstance(error, Unavailable):
+            return False
+        self.log.error("journal.not_written", reason=str(error))
+        self._dirty |= set(self.boxes.values())
+        self.flush_soon()
+        return True
+
+    def save_use(self, box: Box) -> None:
+        """Write now what `SaveSoon` would write later: for an intent that must not be found beside an old deadline."""
+        if box in self._dirty:
+            self.journal.update_sandbox(box.row())
+            self._dirty.discard(box)
 
     def hold(self, box: Box, handle: Handle) -> None:
         """Keep a backend's handle and hear of the sandbox's death."""

@@ -169,10 +169,10 @@ class Routes:
     """The router of one node, and what stands behind it. To be closed after the last request."""
 
     def __init__(self, node: Node, features: Sequence[Feature] = ()) -> None:
-        self._files, self._commands = FileRoutes(node), Commands(node)
-        handlers = NodeRoutes(node, features).handlers() | ExecRoutes(node, self._commands).handlers() | self._files.handlers()
+        self._files, self.commands = FileRoutes(node), Commands(node)
+        handlers = NodeRoutes(node, features).handlers() | ExecRoutes(node, self.commands).handlers() | self._files.handlers()
         self.router = Router(handlers)
 
     async def close(self) -> None:
         self._files.close()
-        await self._commands.close()
+        await self.commands.close()

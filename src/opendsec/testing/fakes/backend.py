@@ -55,6 +55,12 @@ class FakeSandbox:
         self.alive = True
         self.oom_kills = 0
         self.on_death: list[Callable[[str], None]] = []
+        self.running: set[FakeRunning] = set()
+
+    async def reaped(self) -> None:
+        """After `kill_all`: until no dead child is left."""
+        if exits := [running.exited for running in self.running]:
+            await asyncio.wait(exits)
 
     @property
     def root(self) -> Path:
@@ -105,11 +111,13 @@ class FakeRunning:
         self.exited: asyncio.Future[Exit] = self._loop.create_future()
         self._pidfd = os.pidfd_open(child.pid)
         self._loop.add_reader(self._pidfd, self._reap)
+        sandbox.running.add(self)
 
     def _reap(self) -> None:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._pidfd = -1
+        self._sandbox.running.discard(self)
         _, status, used = os.wait4(self.pid, 0)
         code = os.waitstatus_to_exitcode(status)
         self.exited.set_result(
@@ -262,6 +270,7 @@ class FakeHandle:
             raise Internal("destroying failed, as the test wanted")
         if self.sandbox.alive:
             self.sandbox.die("destroyed")
+        await self.sandbox.reaped()
         _forget(self.sandbox.machine, self.sandbox_id)
 
 
@@ -327,6 +336,7 @@ class FakeBackend:
         if sandbox is None or not sandbox.alive or record.boot_id != self.machine.boot_id:
             raise SandboxLost("the sandbox has ended")
         sandbox.kill_all()  # commands of the edge before: nobody can hear of their end any more
+        await sandbox.reaped()
         handle = self.handles[record.sandbox_id] = FakeHandle(sandbox)
         return handle
 
@@ -334,6 +344,8 @@ class FakeBackend:
         sandbox = self.machine.sandboxes.get(sandbox_id)
         if sandbox is not None and sandbox.alive:
             sandbox.die("cleared")
+        if sandbox is not None:
+            await sandbox.reaped()
         _forget(self.machine, sandbox_id)
 
     def leftovers(self) -> Sequence[str]:
