@@ -94,7 +94,7 @@ def _inner(job: Job) -> None:
     try:
         # The parent's pid is not visible from in here: 0 as long as it lives.
         _die_with(0)
-        os.nice(10)
+        os.nice(5)  # after the edge, not after everything
         os.umask(0o022)
         syscalls.mount(None, "/", None, abi.MS_REC | abi.MS_PRIVATE)
         status = _run(job)
