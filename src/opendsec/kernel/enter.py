@@ -48,6 +48,7 @@ SANDBOX_NAMESPACES = (
 JOINED_NAMESPACES = (SANDBOX_NAMESPACES & ~abi.CLONE_NEWPID) | abi.CLONE_NEWCGROUP
 PATH_DEFAULT = b"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 MAX_PASSWD_BYTES = 1 << 20
+MAX_TERMINALS = 64  # in one sandbox; the kernel's own limit is for the whole machine
 MAX_REPORT_BYTES = 4096
 MAX_REPORT_TEXT = 800  # characters, of at most four bytes each
 
@@ -122,18 +123,18 @@ def restrict(plan: Plan, profile: bytes) -> None:
 # --- a new sandbox -------------------------------------------------------------------------------------------------
 
 
-def enter_sandbox(plan: Plan, profile: bytes, sync: int, init: int) -> None:
+def enter_sandbox(plan: Plan, profile: bytes, sync: int, init: int, joins: list[int]) -> None:
     """Become PID 1 of a new sandbox. Born in all its namespaces but the cgroup one.
 
     The parent says over `sync` when the ids are mapped, and then sends root and /dev; what needs neither is done while it works.
     """
     global step
-    sync, init = keep(sync, init)
+    sync, init, *joins = keep(sync, init, *joins)
     step = "find the staging directory"
     # In this mount namespace, and while still the host's root: the sandbox's may not search the directories above.
     staging = os.open(plan["staging"], os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     step = "join the cgroups"
-    cgroups.join(plan["join"])  # the parent could do it for us, but moving another process waits for an RCU grace period: 6 to 14 ms
+    cgroups.join_fds(joins)  # the parent could do it for us, but moving another process waits for an RCU grace period: 6 to 14 ms
     step = "network"
     netlink.loopback_up()
     syscalls.sethostname(plan["hostname"])
@@ -147,11 +148,13 @@ def enter_sandbox(plan: Plan, profile: bytes, sync: int, init: int) -> None:
         os.setgroups([])
         os.setresgid(0, 0, 0)
         os.setresuid(0, 0, 0)
+        syscalls.prctl(abi.PR_SET_DUMPABLE, 0)  # the change of user has set it to what fs.suid_dumpable says
         os.setsid()
         os.umask(0o022)
         syscalls.unshare(abi.CLONE_NEWCGROUP)
         step = "mount"
-        proc, devpts, shm = mounts.proc(), mounts.devpts(), mounts.tmpfs(plan["shm_size"], 4096, 0o1777, attrs=mounts.QUIET)
+        proc, devpts = mounts.proc(), mounts.devpts(maximum=MAX_TERMINALS)
+        shm = mounts.tmpfs(plan["shm_size"], 4096, 0o1777, attrs=mounts.QUIET)
         step = "wait for the root file system"
         root, dev = hear(parent, b"root")
     step = "mount"
@@ -244,6 +247,7 @@ def enter_command(plan: Plan, profile: bytes, proc: int, sandbox: int, joins: li
     os.setgroups([])
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
+    syscalls.prctl(abi.PR_SET_DUMPABLE, 0)  # the change of user has set it to what fs.suid_dumpable says
     os.setsid()
     os.umask(0o022)
     step = "find the user"
@@ -275,6 +279,7 @@ def enter_command(plan: Plan, profile: bytes, proc: int, sandbox: int, joins: li
     os.setgroups(user[2])
     os.setresgid(user[1], user[1], user[1])
     os.setresuid(user[0], user[0], user[0])
+    syscalls.prctl(abi.PR_SET_DUMPABLE, 0)
     step = "change to the working directory"
     try:
         os.chdir(plan["cwd"])

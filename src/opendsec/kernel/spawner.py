@@ -162,17 +162,27 @@ class Spawner:
         profile = self.profiles[plan["profile"]]
         group = self.hierarchies.group(plan["group"])
         group.create(plan["limits"])
-        plan["join"] = group.join_paths()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        cgroup, child = None, -1
+        cgroup, joins, child = None, [], -1
         try:
-            cgroup = group.open_v2_dir()
-            given = (plan, profile, theirs.fileno(), self.init)
-            child = self.fork(request, enter.SANDBOX_NAMESPACES, cgroup, enter.enter_sandbox, *given, is_command=False)
+            cgroup, joins = group.open_v2_dir(), group.open_join()
+            given = (plan, profile, theirs.fileno(), self.init, joins)
+            # The kernel counts some things (inotify instances, message queues, queued signals) against the owner of the user namespace as
+            # well. If that were root, one sandbox could use up what there is for root on this machine. So each is owned by its own root.
+            be_owner(plan["uid_base"])
+            try:
+                child = self.fork(request, enter.SANDBOX_NAMESPACES, cgroup, enter.enter_sandbox, *given, is_command=False)
+            finally:
+                be_owner(0)
             theirs.close()
             base = b"0 %d 65536" % plan["uid_base"]
-            for name, text in (("uid_map", base), ("gid_map", base), ("oom_score_adj", b"500")):
-                procfs.write(procfs.path_of(child, name), text)
+            for name in ("uid_map", "gid_map"):
+                procfs.write(procfs.path_of(child, name), base)
+            try:
+                # Of all in the sandbox PID 1 must never be the one that is killed for want of memory, or it could bring that about.
+                procfs.write(procfs.path_of(child, "oom_score_adj"), b"-1000")
+            except PermissionError:
+                pass  # without CAP_SYS_RESOURCE it stays at ours, and is the smallest by far
             ours.send(b"mapped")
             root = dev = -1
             try:
@@ -191,8 +201,7 @@ class Spawner:
         finally:
             ours.close()
             theirs.close()
-            if cgroup is not None:
-                os.close(cgroup)
+            close_all(-1 if cgroup is None else cgroup, *joins)
 
     def do_exec(self, request: int, plan: Message, fds: list[int]) -> None:
         """`fds`: a pidfd of the sandbox's PID 1, then those descriptors of the command that `plan["given"]` marks."""
@@ -362,6 +371,14 @@ def make_root(child: int, layers: list[int], plan: Message) -> int:
         close_all(*held)
 
 
+def be_owner(uid: int) -> None:
+    """Make `uid` the owner of user namespaces made from now on. All else stays root's: capabilities, by the security bit that `main`
+    sets, and what file permissions are checked for."""
+    os.setresuid(-1, uid, -1)
+    if uid:
+        syscalls.setfsuid(0)
+
+
 def change_root(directory: int) -> None:
     os.fchdir(directory)
     os.chroot(b".")
@@ -439,6 +456,7 @@ def main(control_fd: int) -> None:
     # What a child shows of itself in the sandbox's /proc before it has joined must not tell of the host.
     syscalls.unshare(abi.CLONE_NEWNET)
     procfs.set_command_line(b"dsec-spawner")
+    syscalls.prctl(abi.PR_SET_SECUREBITS, syscalls.prctl(abi.PR_GET_SECUREBITS) | abi.SECBIT_NO_SETUID_FIXUP)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # two descriptors a child under way; what it executes gets limits of its own
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the edge's to handle

@@ -150,6 +150,16 @@ def prctl(option: int, arg2: int | bytes = 0, arg3: int = 0, arg4: int = 0, arg5
     return result
 
 
+_setfsuid = _libc_function("setfsuid", ctypes.c_uint)
+
+
+def setfsuid(uid: int) -> None:
+    """Set the user that file permissions are checked for. The call itself never fails; raises OSError(EPERM) if it had no effect."""
+    _setfsuid(uid)
+    if _setfsuid(0xFFFF_FFFF) & 0xFFFF_FFFF != uid:  # no such user: only tells the present one
+        raise OSError(errno.EPERM, f"setfsuid: {os.strerror(errno.EPERM)}")
+
+
 _sethostname = _libc_function("sethostname", ctypes.c_char_p, ctypes.c_size_t)
 
 
