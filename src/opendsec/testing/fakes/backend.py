@@ -230,8 +230,12 @@ class FakeHandle:
                 stdin = stdout = stderr = theirs
             given = [null if fd is None else fd for fd in (stdin, stdout, stderr)]
             name = None if theirs is None else os.ttyname(theirs)
+            argv = plan.argv
+            if extra:  # Popen keeps descriptors by their own numbers; bash moves them to 3, 4, …
+                moves = " ".join(f"{3 + index}<&{fd} {fd}<&-" for index, fd in enumerate(extra))
+                argv = ("bash", "-c", f'exec "$@" {moves}', "bash", *plan.argv)
             child = subprocess.Popen(
-                plan.argv,
+                argv,
                 stdin=given[0],
                 stdout=given[1],
                 stderr=given[2],

@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of a backend: named checks over a factory of started backends on one machine.
+
+    @pytest.mark.parametrize("name", backend.CHECKS)
+    async def test_contract(name, setup):         # setup: a Setup, see below
+        await backend.CHECKS[name](setup)
+
+Each check destroys what it makes. Commands work in /tmp by relative names, so that a backend that does not isolate can take part; they
+need of an image: /bin/sh, setsid and the usual small programs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from opendsec.api.errors import SandboxLost
+from opendsec.api.exec import Pty
+from opendsec.api.ids import PROCESS, SANDBOX, new_id
+from opendsec.api.images import ImageConfig
+from opendsec.api.spec import Limits
+from opendsec.runtime.backend import Backend, ExecPlan, Exit, Handle, LayerRef, Placement, Record, Running
+
+ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
+LIMITS = Limits(cpu=1.0, cpu_weight=100, memory_bytes=64 << 20, disk_bytes=16 << 20, inodes=4096, pids=64, open_files=256)
+TIMEOUT_S = 30.0
+
+
+@dataclass
+class Setup:
+    """What checks work on. `make`: another started backend of the same edge, as after a restart (the one before is closed first)."""
+
+    make: Callable[[], Awaitable[Backend]]
+    layers: tuple[LayerRef, ...]
+    murder: Callable[[Handle], None]  # kill PID 1 of a sandbox, as a hostile or unlucky inside would
+    uid_base: int = 0x70000000
+    backend: Backend = field(init=False)
+    _made: int = 0
+
+    async def start(self) -> None:
+        self.backend = await self.make()
+
+    async def restart(self) -> Backend:
+        await self.backend.close()
+        self.backend = await self.make()
+        return self.backend
+
+    def placement(self, **fields: object) -> Placement:
+        self._made += 1
+        sandbox_id = new_id(SANDBOX)
+        plain = Placement(
+            sandbox_id=sandbox_id,
+            uid_base=self.uid_base + 65_536 * self._made,
+            limits=LIMITS,
+            layers=self.layers,
+            config=ImageConfig(),
+            env=ENV,
+            user="root",
+            workdir="/",
+            hostname=sandbox_id.replace("_", "-"),
+        )
+        return msgspec.structs.replace(plain, **fields)
+
+    @contextlib.asynccontextmanager
+    async def box(self) -> AsyncIterator[Handle]:
+        """A sandbox, destroyed afterwards."""
+        async with asyncio.timeout(TIMEOUT_S):
+            handle = await self.backend.create(self.placement())
+            try:
+                yield handle
+            finally:
+                await handle.destroy()
+
+
+def plan(*argv: str, env: dict[str, str] | None = None, cwd: str = "/tmp", user: str = "root", pty: Pty | None = None) -> ExecPlan:
+    return ExecPlan(process_id=new_id(PROCESS), argv=argv, env=ENV if env is None else env, cwd=cwd, user=user, pty=pty)
+
+
+class Started:
+    """A command with its output in a pipe."""
+
+    def __init__(self, running: Running, out: int) -> None:
+        self.running, self.out = running, out
+
+    async def read(self, count: int = 1 << 16) -> bytes:
+        return await asyncio.to_thread(os.read, self.out, count)
+
+    async def end(self) -> Exit:
+        ended = await self.running.exited
+        await self.running.release()
+        return ended
+
+
+@contextlib.asynccontextmanager
+async def started(handle: Handle, wanted: ExecPlan, *, stdin: bytes = b"") -> AsyncIterator[Started]:
+    """A command with `stdin`; killed with its tree at the end."""
+    given, give = os.pipe2(os.O_CLOEXEC)
+    out, into = os.pipe2(os.O_CLOEXEC)
+    try:
+        os.write(give, stdin)  # less than a pipe holds
+        os.close(give)
+        running = await handle.exec(wanted, stdin=given, stdout=into, stderr=into)
+    finally:
+        os.close(given)
+        os.close(into)
+    command = Started(running, out)
+    try:
+        yield command
+    finally:
+        running.kill_tree()
+        await command.end()
+        while running.alive_children():
+            await asyncio.sleep(0)
+        os.close(out)
+
+
+async def output(
+    handle: Handle, *argv: str, env: dict[str, str] | None = None, cwd: str = "/tmp", stdin: bytes = b""
+) -> tuple[bytes, Exit]:
+    """What a command writes, and how it ends."""
+    async with started(handle, plan(*argv, env=env, cwd=cwd), stdin=stdin) as command:
+        parts = []
+        while part := await command.read():
+            parts.append(part)
+        return b"".join(parts), await command.end()
+
+
+Check = Callable[[Setup], Awaitable[None]]
+CHECKS: dict[str, Check] = {}
+
+
+def check(function: Check) -> Check:
+    CHECKS[function.__name__] = function
+    return function
+
+
+# --- life --------------------------------------------------------------------------------------------------------------------
+
+
+@check
+async def says_what_it_can(setup: Setup) -> None:
+    assert setup.backend.name
+    assert all(one.available or one.reason for one in setup.backend.capabilities())
+
+
+@check
+async def a_sandbox_lives_until_it_is_destroyed(setup: Setup) -> None:
+    placement = setup.placement()
+    handle = await setup.backend.create(placement)
+    assert handle.sandbox_id == placement.sandbox_id
+    assert handle.alive() and not handle.died.done()
+    assert placement.sandbox_id in setup.backend.leftovers()
+    record = handle.record
+    assert (record.sandbox_id, record.backend, record.uid_base) == (placement.sandbox_id, setup.backend.name, placement.uid_base)
+    assert record.layers == tuple(layer.digest for layer in setup.layers)
+    assert msgspec.json.decode(msgspec.json.encode(record), type=Record) == record
+    assert handle.usage().memory_bytes >= 0
+    assert handle.counters().oom_kills == 0
+    await handle.destroy()
+    await handle.destroy()
+    assert placement.sandbox_id not in setup.backend.leftovers()
+    assert await handle.died
+    assert not handle.alive()
+    try:
+        await handle.exec(plan("true"), stdin=None, stdout=None, stderr=None)
+    except SandboxLost:
+        return
+    raise AssertionError("a command in a destroyed sandbox")
+
+
+@check
+async def many_are_made_side_by_side(setup: Setup) -> None:
+    placements = [setup.placement() for _ in range(12)]
+    made = await setup.backend.create_many(placements)
+    handles = [handle for handle in made if not isinstance(handle, BaseException)]
+    assert [handle.sandbox_id for handle in handles] == [placement.sandbox_id for placement in placements]
+    names = [await output(handle, "sh", "-c", "echo $0 >name; cat name", handle.sandbox_id) for handle in handles]
+    assert [name.decode().strip() for name, _ in names] == [handle.sandbox_id for handle in handles]
+    await asyncio.gather(*(handle.destroy() for handle in handles))
+    assert not {placement.sandbox_id for placement in placements} & set(setup.backend.leftovers())
+
+
+@check
+async def a_death_is_told(setup: Setup) -> None:
+    async with setup.box() as handle, started(handle, plan("sleep", "1000")) as command:
+        setup.murder(handle)
+        assert await handle.died
+        assert not handle.alive()
+        ended = await command.end()
+        assert ended.signal == signal.SIGKILL or ended.lost
+
+
+# --- after a restart ---------------------------------------------------------------------------------------------------------
+
+
+@check
+async def a_sandbox_outlives_the_backend(setup: Setup) -> None:
+    handle = await setup.backend.create(setup.placement())
+    await output(handle, "sh", "-c", "echo kept >file")
+    record = handle.record
+    backend = await setup.restart()
+    assert record.sandbox_id in backend.leftovers()
+    again = await backend.adopt(record)
+    assert again.record == record and again.alive()
+    assert (await output(again, "cat", "file"))[0] == b"kept\n"
+    assert again.processes() == 0
+    await again.destroy()
+    assert record.sandbox_id not in backend.leftovers()
+
+
+@check
+async def commands_do_not_outlive_the_backend(setup: Setup) -> None:
+    """Nobody could hear of their end any more."""
+    handle = await setup.backend.create(setup.placement())
+    null = os.open(os.devnull, os.O_RDWR)
+    try:
+        for text in ("sleep 1000", "setsid sleep 1000 & sleep 1000"):
+            await handle.exec(plan("sh", "-c", text), stdin=null, stdout=null, stderr=null)
+    finally:
+        os.close(null)
+    while handle.processes() < 3:
+        await asyncio.sleep(0)
+    backend = await setup.restart()
+    again = await backend.adopt(handle.record)
+    while again.processes():
+        await asyncio.sleep(0)
+    await again.destroy()
+
+
+@check
+async def what_is_gone_cannot_be_adopted(setup: Setup) -> None:
+    async with setup.box() as handle:
+        record = handle.record
+    for gone in (record, msgspec.structs.replace(record, boot_id="another-boot")):
+        try:
+            await setup.backend.adopt(gone)
+        except SandboxLost:
+            continue
+        raise AssertionError("adopted a sandbox that is gone")
+
+
+@check
+async def remains_are_cleared_by_id(setup: Setup) -> None:
+    handle = await setup.backend.create(setup.placement())
+    await handle.exec(plan("sleep", "1000"), stdin=None, stdout=None, stderr=None)
+    backend = await setup.restart()
+    await backend.clear(handle.sandbox_id, None)
+    assert handle.sandbox_id not in backend.leftovers()
+    await backend.clear(handle.sandbox_id, handle.record)
+    await backend.clear(new_id(SANDBOX), None)
+
+
+# --- commands ----------------------------------------------------------------------------------------------------------------
+
+
+@check
+async def a_command_runs_as_planned(setup: Setup) -> None:
+    async with setup.box() as handle:
+        text, ended = await output(
+            handle, "sh", "-c", 'cat; printf "%s|%s" "$0" "$A"; exit 7', "a b$x", env={**ENV, "A": "1 '2\"$A"}, stdin=b"in "
+        )
+        assert text == b"in a b$x|1 '2\"$A"
+        assert (ended.code, ended.signal, ended.not_started, ended.lost) == (7, None, "", False)
+        assert ended.max_rss_bytes > 0
+        assert (await output(handle, "printenv", "HOSTNAME_OF_THE_EDGE", env=ENV))[1].code == 1
+        assert (await output(handle, "sh", "-c", 'printf "\\377%s" "$B"', env={**ENV, "B": "caf\udce9"}))[0] == b"\xffcaf\xe9"
+
+
+@check
+async def standard_streams_may_be_none(setup: Setup) -> None:
+    async with setup.box() as handle:
+        running = await handle.exec(plan("sh", "-c", "cat && echo out && echo err >&2"), stdin=None, stdout=None, stderr=None)
+        assert (await running.exited).code == 0
+        await running.release()
+
+
+@check
+async def further_descriptors_arrive(setup: Setup) -> None:
+    async with setup.box() as handle:
+        out, into = os.pipe2(os.O_CLOEXEC)
+        try:
+            running = await handle.exec(plan("sh", "-c", "echo three >&3"), stdin=None, stdout=None, stderr=None, extra=(into,))
+        finally:
+            os.close(into)
+        assert await asyncio.to_thread(os.read, out, 100) == b"three\n"
+        os.close(out)
+        assert (await running.exited).code == 0
+        await running.release()
+
+
+@check
+async def what_cannot_start_says_why(setup: Setup) -> None:
+    async with setup.box() as handle:
+        for wanted in (
+            plan("no-such-program"),
+            plan("/no/such/program"),
+            plan("true", cwd="/no/such/directory"),
+            plan("true", user="nobodyhere"),
+        ):
+            running = await handle.exec(wanted, stdin=None, stdout=None, stderr=None)
+            ended = await running.exited
+            assert ended.not_started and ended.code is None and ended.signal is None
+            assert not running.alive_children() and running.members() == ()
+            running.kill_tree()
+            await running.release()
+        assert (await output(handle, "echo", "well"))[0] == b"well\n"
+
+
+@check
+async def a_signal_is_told(setup: Setup) -> None:
+    async with (
+        setup.box() as handle,
+        started(handle, plan("sh", "-c", "trap 'echo got; exit 5' USR1; echo ready; while :; do sleep 0.01; done")) as command,
+    ):
+        assert await command.read() == b"ready\n"
+        command.running.signal(signal.SIGUSR1)
+        assert (await command.end()).code == 5
+        command.running.signal(signal.SIGUSR1)  # nothing is there to get it
+    async with setup.box() as handle, started(handle, plan("sleep", "1000")) as command:
+        command.running.signal(signal.SIGTERM)
+        ended = await command.end()
+        assert (ended.signal, ended.code) == (signal.SIGTERM, None)
+
+
+@check
+async def a_tree_dies_whole(setup: Setup) -> None:
+    """Children that ignore signals, leave the session or have lost their parent."""
+    text = "trap '' TERM HUP; (setsid sh -c 'trap \"\" TERM; sleep 1000; :' &); (sleep 1000 &); echo ready; sleep 1000; :"
+    async with setup.box() as handle, started(handle, plan("sh", "-c", text)) as command:
+        assert await command.read() == b"ready\n"
+        running = command.running
+        while len(running.members()) < 4:
+            await asyncio.sleep(0)
+        assert running.alive_children() and handle.processes() >= 4
+        running.signal(signal.SIGTERM, tree=True)
+        running.kill_tree()
+        assert (await command.end()).signal == signal.SIGKILL
+        while running.alive_children():
+            await asyncio.sleep(0)
+        assert running.members() == ()
+
+
+@check
+async def a_child_that_holds_the_pipe_does_not_delay_the_end(setup: Setup) -> None:
+    async with setup.box() as handle, started(handle, plan("sh", "-c", "sleep 1000 & exit 3")) as command:
+        assert (await command.running.exited).code == 3
+        assert command.running.alive_children()
+
+
+@check
+async def many_commands_run_at_once(setup: Setup) -> None:
+    async with setup.box() as handle:
+        found = await asyncio.gather(*(output(handle, "sh", "-c", f"echo {number}") for number in range(12)))
+        assert [int(text) for text, _ in found] == list(range(12))
+
+
+@check
+async def a_terminal_is_one(setup: Setup) -> None:
+    async with setup.box() as handle:
+        running = await handle.exec(
+            plan("sh", "-c", "tty >/dev/null && stty size </dev/tty", pty=Pty(rows=11, cols=22)), stdin=None, stdout=None, stderr=None
+        )
+        terminal = running.terminal
+        assert terminal is not None
+        try:
+            assert await asyncio.to_thread(os.read, terminal, 100) == b"11 22\r\n"
+            assert (await running.exited).code == 0
+        finally:
+            os.close(terminal)
+            await running.release()
+
+
+# --- files -------------------------------------------------------------------------------------------------------------------
+
+
+@check
+async def files_and_commands_see_the_same(setup: Setup) -> None:
+    async with setup.box() as handle:
+        writer = await asyncio.to_thread(
+            lambda: handle.files.open_write(b"/tmp/from-outside", mode=0o640, user=None, append=False, parents=False)
+        )
+        await asyncio.to_thread(writer.write, b"hello\n")
+        assert await asyncio.to_thread(writer.commit) == 6
+        assert (await output(handle, "sh", "-c", "cat from-outside; echo bye >from-inside"))[0] == b"hello\n"
+        fd = await asyncio.to_thread(handle.files.open_read, b"/tmp/from-inside")
+        try:
+            assert os.read(fd, 100) == b"bye\n"
+        finally:
+            os.close(fd)
+        info = await asyncio.to_thread(lambda: handle.files.stat(b"/tmp/from-outside"))
+        assert (info.mode, info.uid, info.size_bytes) == (0o640, 0, 6)
