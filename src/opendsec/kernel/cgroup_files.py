@@ -26,6 +26,8 @@ number of processes and threads. A value of None lifts the limit."""
 PERIOD_US = 100_000
 """Length of the CPU quota's period."""
 LEAST_QUOTA_US = 1000
+SOCKET_PART = 8
+"""On v1, the buffers of sockets may take one part in so many of the memory limit, on top of it."""
 MAX_WEIGHT = 10_000
 
 
@@ -103,6 +105,10 @@ def _set_memory(version: int, path: str, value: Limit) -> None:
     else:
         if swap_counted:
             procfs.write(both, text)
+    # v1 counts the buffers of TCP and UDP apart, and does not limit them until told to: gigabytes, over loopback alone.
+    sockets = f"{path}/memory.kmem.tcp.limit_in_bytes"
+    if os.path.exists(sockets):
+        procfs.write(sockets, "-1" if value is None else str(int(value) // SOCKET_PART))
 
 
 def _set_pids(version: int, path: str, value: Limit) -> None:
