@@ -1,0 +1,415 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One command of a sandbox, from its start to its end and for as long after as it is kept.
+
+Its life is driven by callbacks, not by a task: `begin` once it has started, `settle` once it has ended. It ends when its first process
+ends. What is in its pipes then is read without waiting, and that is its output; a child that outlives it and still writes is captured
+apart (see `capture.Output`), until it closes the pipe or the sandbox ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import signal
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Protocol
+
+from opendsec.api.errors import Conflict, SandboxLost
+from opendsec.api.exec import Captured, Command, ExecEvent, ExecResult, ProcessInfo, Pty, StreamName
+from opendsec.edge.capture import Output
+from opendsec.edge.outcome import Cause, Observed, Verdict, judge
+from opendsec.edge.streams import Reader, Writer
+from opendsec.edge.timing import Timer
+from opendsec.kernel import tty
+from opendsec.runtime.backend import Counters, Exit, Running
+
+if TYPE_CHECKING:
+    from opendsec.edge.processes import ProcessTable
+
+EVENT_BYTES = 64 << 10
+TEXT_CHARACTERS = 200
+DYING_S = 10.0  # after SIGKILL; only a process stuck in the kernel takes longer
+
+
+class Control(Protocol):
+    """What can be done to the processes of a command: a backend's Running, or a part of a session."""
+
+    def signal(self, number: int, *, tree: bool = False) -> None: ...
+    def kill_tree(self) -> None: ...
+    def alive_children(self) -> bool: ...
+    async def release(self) -> None: ...
+
+
+def summary(command: Command) -> str:
+    """A command for people, at most 200 characters, always valid Unicode."""
+    if command.shell is not None:
+        text = command.shell[: TEXT_CHARACTERS + 1]
+    else:
+        text = ""
+        for word in command.argv or ():
+            text += (" " if text else "") + shlex.quote(word[: TEXT_CHARACTERS + 1])
+            if len(text) > TEXT_CHARACTERS:
+                break
+    text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    return text if len(text) <= TEXT_CHARACTERS else text[: TEXT_CHARACTERS - 1] + "…"
+
+
+class Process:
+    """A command, running or ended. Made by a ProcessTable or a session."""
+
+    __slots__ = (
+        "_changed",
+        "_done",
+        "_dying",
+        "exit",
+        "_pins",
+        "_readers",
+        "_sent",
+        "_terminal",
+        "_timeout",
+        "verdict",
+        "action_id",
+        "before",
+        "cause",
+        "cause_message",
+        "control",
+        "duration_s",
+        "ended",
+        "held_bytes",
+        "id",
+        "in_session",
+        "lost",
+        "output_limit",
+        "sandbox_id",
+        "shelf",
+        "started_at",
+        "started_monotonic",
+        "stderr",
+        "stdin",
+        "stdout",
+        "table",
+        "text",
+        "timeout_s",
+    )
+
+    def __init__(self, table: ProcessTable, process_id: str, command: Command, *, in_session: bool = False) -> None:
+        self.table, self.id, self.sandbox_id, self.shelf = table, process_id, table.sandbox_id, table.shelf
+        self.text, self.action_id = summary(command), command.action_id
+        self.timeout_s, self.output_limit = command.timeout_s, command.output_limit_bytes
+        self.in_session = in_session
+        self.stdout, self.stderr = Output(command.capture_bytes), Output(command.capture_bytes)
+        self.started_at, self.started_monotonic = table.clock.wall(), table.clock.monotonic()
+        self.duration_s = 0.0
+        self.before = Counters()
+        self.control: Control | None = None
+        self.stdin: Writer | None = None
+        self.ended = False
+        self.cause: Cause | None = None
+        self.cause_message = ""
+        self.lost = ""  # why the sandbox is gone, if it went under the command
+        self.held_bytes = 0
+        self._readers: tuple[Reader, ...] = ()
+        self._sent: frozenset[int] = frozenset()
+        self._timeout: Timer | None = None
+        self._dying: Timer | None = None
+        self.exit = Exit()
+        self.verdict = Verdict("unknown", (), "")
+        self._terminal = False  # the first reader's descriptor is one
+        self._changed: set[asyncio.Future[None]] = set()  # who waits for output or the end
+        self._done: set[asyncio.Future[None]] = set()  # who waits for the end
+        self._pins = 0
+
+    # --- start -----------------------------------------------------------------------------------------------------
+
+    def begin(self, running: Running, readers: tuple[Reader, ...], stdin: Writer | None) -> None:
+        """It has started, or it could not."""
+        self._readers, self.stdin, self._terminal = readers, stdin, running.terminal is not None
+        self.started(running)
+        running.exited.add_done_callback(self._on_exit)
+
+    def started(self, control: Control) -> None:
+        self.control = control
+        self.started_monotonic = self.table.clock.monotonic()
+        if self.timeout_s is not None:
+            self._timeout = self.table.clock.call_later(self.timeout_s, self._on_timeout)
+        if self.cause is not None:
+            self._kill()  # it was stopped before it had started
+
+    def feed_stdout(self, data: memoryview) -> None:
+        self.stdout.write(data)
+        self._on_output()
+
+    def feed_stderr(self, data: memoryview) -> None:
+        self.stderr.write(data)
+        self._on_output()
+
+    def _on_output(self) -> None:
+        limit = self.output_limit
+        if limit is not None and self.stdout.total + self.stderr.total > limit:
+            self.stop("output_limit", f"killed after writing more than {limit} bytes")
+        if self._changed:
+            _wake(self._changed)
+
+    def on_end_of_output(self) -> None:
+        """All who could write to a pipe have closed it."""
+        if self.ended and not self.lingers:
+            self.table.quiet(self)
+
+    @property
+    def lingers(self) -> bool:
+        """Somebody may still write to its output."""
+        return any(reader.open for reader in self._readers)
+
+    # --- end -------------------------------------------------------------------------------------------------------
+
+    def stop(self, cause: Cause, message: str) -> None:
+        """Kill its tree; what lives on of an ended one too. The first cause counts."""
+        if self.ended:
+            if self.control is not None:
+                self.control.kill_tree()
+        elif self.cause is None:
+            self.cause, self.cause_message = cause, message
+            if self.control is not None:
+                self._kill()
+
+    def _kill(self) -> None:
+        assert self.control is not None
+        self.control.kill_tree()
+        self._dying = self.table.clock.call_later(DYING_S, self._on_not_dying)
+
+    def _on_timeout(self) -> None:
+        self.stop("timed_out", f"killed with all it had started, after {self.timeout_s:g} s")
+
+    def _on_not_dying(self) -> None:
+        self.cause_message += f"; the kernel has not ended it after {DYING_S:g} s"
+        self.settle(Exit())
+
+    def signal(self, number: int, *, tree: bool) -> None:
+        """A caller's signal. Nothing happens if there is nobody to get it."""
+        if self.control is None:
+            return
+        if not self.ended:
+            self._sent |= {number}
+        self.control.signal(number, tree=tree)
+
+    def _on_exit(self, exited: asyncio.Future[Exit]) -> None:
+        if not self.ended:
+            self.table.on_exit(self, exited.result())
+
+    def explains_sigkill(self) -> bool:
+        """Whether the edge or a caller asked for its end."""
+        return self.cause is not None or signal.SIGKILL in self._sent
+
+    def settle(self, exit: Exit, *, lost: str = "", after: Counters | None = None) -> None:
+        """It has ended: read what is left, judge, tell. `lost`: the sandbox went with it."""
+        for timer in (self._timeout, self._dying):
+            if timer is not None:
+                timer.cancel()
+        self._timeout = None
+        self.duration_s = max(0.0, self.table.clock.monotonic() - self.started_monotonic)
+        for reader in self._readers:
+            reader.drain()
+        # The drain may have passed the output limit and set this one anew.
+        if self._dying is not None:
+            self._dying.cancel()
+            self._dying = None
+        self.ended = True
+        self.stdout.freeze()
+        self.stderr.freeze()
+        if self.stdin is not None:
+            self.stdin.close("the command has ended")
+        self.exit, self.lost = exit, lost
+        self.verdict = judge(
+            Observed(
+                exit=exit,
+                cause=self.cause,
+                cause_message=self.cause_message,
+                sent=self._sent,
+                before=self.before,
+                after=after or self.before,
+                truncated=self.stdout.kept.total > self.stdout.limit or self.stderr.kept.total > self.stderr.limit,
+                in_session=self.in_session,
+            ),
+            self.table.limits,
+        )
+        lingers = self.lingers
+        self.held_bytes = sum(output.bound_bytes if lingers else output.held_bytes for output in (self.stdout, self.stderr))
+        _wake(self._changed)
+        _wake(self._done)
+        self.table.settled(self, after)
+
+    def abandon(self, exit: Exit, *, lost: str = "") -> None:
+        """Nothing more will be heard of it."""
+        if not self.ended:
+            self.settle(exit, lost=lost)
+        for reader in self._readers:
+            reader.drain()
+            reader.close()
+        self.control = None
+
+    # --- what is kept ----------------------------------------------------------------------------------------------
+
+    @property
+    def pinned(self) -> bool:
+        return self._pins > 0
+
+    @property
+    def forgettable(self) -> bool:
+        return not self._pins and not self.lingers
+
+    def drop_output(self) -> None:
+        self.stdout.drop()
+        self.stderr.drop()
+        self.held_bytes = 0
+
+    def forget(self) -> None:
+        self.table.forget(self)
+
+    # --- for callers -----------------------------------------------------------------------------------------------
+
+    async def wait(self) -> ExecResult:
+        """Its result, once it has ended. Raises SandboxLost."""
+        self._pins += 1
+        try:
+            if not self.ended:
+                await _wait(self._done)
+            self._check_lost()
+            return self.result()
+        finally:
+            self._pins -= 1
+            self.table.retention.trim(self.shelf)
+
+    def _check_lost(self) -> None:
+        if self.lost:
+            raise SandboxLost(f"the sandbox was lost while the command ran: {self.lost}", data={"process_id": self.id})
+
+    def result(self, *, output: bool = True) -> ExecResult:
+        """How it ended. `output`: with what is kept of it."""
+        assert self.ended
+        verdict, ended = self.verdict, self.exit
+        message = verdict.message
+        if output and (self.stdout.kept.dropped or self.stderr.kept.dropped):
+            message = "; ".join(filter(None, (message, "its output was given up to make room for that of later commands")))
+        return ExecResult(
+            outcome=verdict.outcome,
+            process_id=self.id,
+            exit_code=ended.code,
+            signal=ended.signal,
+            stdout=self.stdout.kept.snapshot() if output else Captured(),
+            stderr=self.stderr.kept.snapshot() if output else Captured(),
+            duration_ms=self.duration_s * 1000,
+            cpu_ms=ended.cpu_ms,
+            max_rss_bytes=ended.max_rss_bytes,
+            limits_hit=verdict.limits_hit,
+            message=message,
+            action_id=self.action_id,
+        )
+
+    def info(self, *, output: bool = False) -> ProcessInfo:
+        return ProcessInfo(
+            id=self.id,
+            sandbox_id=self.sandbox_id,
+            state="ended" if self.ended else "running",
+            command=self.text,
+            started_at=self.started_at,
+            stdout_bytes=self.stdout.total,
+            stderr_bytes=self.stderr.total,
+            action_id=self.action_id,
+            result=self.result(output=output) if self.ended else None,
+        )
+
+    def follow(self) -> None:
+        """From now on somebody follows: see `Output`. `events` does this itself unless `followed`, when it is first asked for one."""
+        self.stdout.follow()
+        self.stderr.follow()
+
+    async def events(
+        self, stdout_offset: int = 0, stderr_offset: int = 0, *, announce: bool = False, followed: bool = False
+    ) -> AsyncGenerator[ExecEvent, None]:
+        """What it wrote from the offsets on and what it writes until it ends, then its end. `announce`: a `started` event first.
+
+        Nothing waits for this reader: what it does not take in time is told as a gap. Raises SandboxLost after the last output.
+        """
+        if not followed:
+            self.follow()
+        try:
+            if announce:
+                yield ExecEvent(kind="started", process_id=self.id)
+            async with aclosing(self._follow({"stdout": stdout_offset, "stderr": stderr_offset})) as events:
+                async for event in events:
+                    yield event
+        finally:
+            self.stdout.unfollow()
+            self.stderr.unfollow()
+
+    async def _follow(self, offsets: dict[StreamName, int]) -> AsyncGenerator[ExecEvent, None]:
+        streams: tuple[tuple[StreamName, Output], ...] = (("stdout", self.stdout), ("stderr", self.stderr))
+        ends: dict[StreamName, int] | None = None  # where to stop: children may write for ever
+        while True:
+            if self.ended and ends is None:
+                ends = {name: output.total for name, output in streams}
+            progressed = False
+            for name, output in streams:
+                offset = offsets[name]
+                size = EVENT_BYTES if ends is None else min(EVENT_BYTES, ends[name] - offset)
+                if size <= 0:
+                    continue
+                data, following, missing = output.read_from(offset, size)
+                if ends is not None and following > ends[name]:  # part of it is missing, so it reaches further
+                    data = data[: max(0, len(data) - (following - ends[name]))]
+                    following, missing = ends[name], min(missing, ends[name] - offset)
+                offsets[name] = following
+                if missing:
+                    progressed = True
+                    yield ExecEvent(kind="gap", process_id=self.id, stream=name, offset=offset, missing_bytes=missing)
+                if data:
+                    progressed = True
+                    yield ExecEvent(kind="output", process_id=self.id, stream=name, offset=offset + missing, data=data)
+            if progressed:
+                continue
+            if ends is not None:
+                self._check_lost()
+                yield ExecEvent(kind="exit", process_id=self.id, result=self.result(output=False))
+                return
+            if not self.ended:
+                await _wait(self._changed)
+
+    async def write_stdin(self, data: bytes, *, close: bool) -> None:
+        """Send to its standard input; returns once the pipe has taken all of it. Raises Conflict."""
+        stdin = self.stdin
+        if stdin is None:
+            raise Conflict("its standard input is not a stream: start it with stdin_mode 'stream'")
+        if self.ended or not stdin.accepts:
+            raise Conflict(stdin.reason or "the command has ended")
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        stdin.put(data, done, end=close)
+        try:
+            await done
+        except ConnectionError as error:
+            raise Conflict(str(error)) from None
+
+    def resize(self, size: Pty) -> None:
+        """Raises Conflict if it has no terminal."""
+        if not self._terminal:
+            raise Conflict("the command has no terminal")
+        if self.ended or not self._readers[0].open:
+            raise Conflict("the command has ended")
+        tty.set_size(self._readers[0].fd, size.rows, size.cols)
+
+
+async def _wait(waiters: set[asyncio.Future[None]]) -> None:
+    """Until `_wake`."""
+    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    waiters.add(future)
+    try:
+        await future
+    finally:
+        waiters.discard(future)
+
+
+def _wake(waiters: set[asyncio.Future[None]]) -> None:
+    for future in waiters:
+        if not future.done():
+            future.set_result(None)
+    waiters.clear()

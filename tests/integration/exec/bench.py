@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of commands share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from opendsec.api.exec import Command, ExecEvent, ExecResult
+from opendsec.edge.process import Process
+from opendsec.edge.processes import Execution, ProcessTable
+from opendsec.testing.fakes.local_handle import LocalHandle
+from opendsec.testing.fakes.timing import ManualClock
+
+
+class Events:
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, dict[str, str | int | float | bool | None]]] = []
+
+    def __call__(self, kind: str, sandbox_id: str | None = None, **data: str | int | float | bool | None) -> None:
+        assert sandbox_id is not None
+        self.seen.append((kind, data))
+
+    def kinds(self) -> list[str]:
+        return [kind for kind, _ in self.seen]
+
+
+class Bench:
+    def __init__(self, execution: Execution, handle: LocalHandle, table: ProcessTable, clock: ManualClock, events: Events) -> None:
+        self.execution, self.handle, self.table, self.clock, self.events = execution, handle, table, clock, events
+
+    async def sh(self, text: str, **fields: object) -> ExecResult:
+        return await self.table.run(self.command(text, **fields))
+
+    async def start(self, text: str, **fields: object) -> Process:
+        return await self.table.start(self.command(text, **fields))
+
+    def command(self, text: str, **fields: object) -> Command:
+        command = Command(shell=text, **fields)  # type: ignore[arg-type]
+        command.check()
+        return command
+
+    async def output(self, process: Process, text: bytes) -> None:
+        """Until it has written `text` to stdout."""
+        await eventually(lambda: text in process.stdout.read_from(0, 1 << 20)[0])
+
+    async def close(self) -> None:
+        self.table.begin_kill("the test is over")
+        await self.handle.destroy()
+        self.table.close()
+        self.table.forget_all()
+        await self.execution.close()
+
+
+async def eventually(condition: Callable[[], object]) -> None:
+    """Until the condition holds; the event loop runs in between, and the test's own time-out is the limit."""
+    while not condition():
+        await asyncio.sleep(0)
+
+
+async def collect(events: AsyncIterator[ExecEvent]) -> list[ExecEvent]:
+    return [event async for event in events]
+
+
+def data_of(events: list[ExecEvent], stream: str = "stdout") -> bytes:
+    return b"".join(event.data for event in events if event.kind == "output" and event.stream == stream)
