@@ -72,12 +72,10 @@ class DSecClient:
 
     async def run_container(self, args: DSecContainerRunArgs, timeout: float | None = None) -> DSecSandbox:
         """A container, ready for commands; `timeout` in seconds. Raises Unavailable when it passes."""
-        creating = asyncio.ensure_future(self.client.create(args.spec()))
         try:
             async with asyncio.timeout(timeout):
-                return DSecSandbox(await asyncio.shield(creating))
+                return DSecSandbox(await self.client.create(args.spec()))
         except TimeoutError:
-            creating.add_done_callback(_discard)  # nobody will ever learn its id
             raise Unavailable(f"the container was not ready within {timeout:g} s") from None
 
     async def __aenter__(self) -> DSecClient:
@@ -105,13 +103,3 @@ class DSecSandbox:
     async def stop(self) -> None:
         """End it; may be repeated."""
         await self.box.kill()
-
-
-_discarding: set[asyncio.Task[None]] = set()
-
-
-def _discard(creating: asyncio.Future[Sandbox]) -> None:
-    if not creating.cancelled() and creating.exception() is None:
-        task = asyncio.ensure_future(creating.result().kill())
-        _discarding.add(task)
-        task.add_done_callback(_discarding.discard)

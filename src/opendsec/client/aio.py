@@ -74,7 +74,10 @@ class Client:
     # --- sandboxes
 
     async def create(self, spec: AnySpec, *, action_id: str | None = None) -> Sandbox:
-        """A sandbox, ready for commands. Raises InvalidRequest, QuotaExceeded (admission), NotFound (the image), Unsupported."""
+        """A sandbox, ready for commands. Raises InvalidRequest, QuotaExceeded (admission), NotFound (the image), Unsupported.
+
+        If the call is cancelled, what came of it is ended.
+        """
         slot = (await self.create_many(spec, 1, action_id=action_id))[0]
         if isinstance(slot, OpenDSecError):
             raise slot
@@ -90,10 +93,24 @@ class Client:
         check_integer(body.count, "count", BATCH)
         body.spec.check()
         _core.check_action(body.action_id)
-        answer = await self._link.call(routes.CREATE, CreateResponse, body=body, repeatable=True)
+        answering = asyncio.ensure_future(self._link.call(routes.CREATE, CreateResponse, body=body, repeatable=True))
+        try:
+            answer = await asyncio.shield(answering)
+        except asyncio.CancelledError:
+            await self._take_back(answering)
+            raise
         if len(answer.slots) != count:
             raise Internal(f"asked for {count} sandboxes, got {len(answer.slots)} slots")
         return [self._slot(slot) for slot in answer.slots]
+
+    async def _take_back(self, answering: asyncio.Future[CreateResponse]) -> None:
+        """End sandboxes whose creator was cancelled: nobody else will ever learn their ids."""
+        await asyncio.wait((answering,), timeout=KILL_TIMEOUT_S)
+        if not answering.done():
+            answering.cancel()
+        elif answering.exception() is None:
+            boxes = [self._slot(slot) for slot in answering.result().slots]
+            await asyncio.gather(*(box.kill() for box in boxes if isinstance(box, Sandbox)), return_exceptions=True)
 
     def _slot(self, slot: Slot) -> Sandbox | OpenDSecError:
         if slot.sandbox is not None:

@@ -9,7 +9,7 @@ import select
 import socket
 import subprocess
 import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from opendsec.api.errors import Unavailable
@@ -36,7 +36,14 @@ def listening(run_dir: Path) -> bool:
     return True
 
 
-def start_edge(run_dir: Path, state_dir: Path, *, arguments: tuple[str, ...] = (), timeout_s: float = START_TIMEOUT_S) -> bool:
+def start_edge(
+    run_dir: Path,
+    state_dir: Path,
+    *,
+    arguments: Sequence[str] = (),
+    timeout_s: float = START_TIMEOUT_S,
+    program: Sequence[str] = (sys.executable, "-m", "opendsec.edge"),
+) -> bool:
     """Start an edge unless one listens; True if this call started it. Returns once it accepts connections.
 
     Raises Unavailable with the end of its log if it does not come up.
@@ -52,22 +59,22 @@ def start_edge(run_dir: Path, state_dir: Path, *, arguments: tuple[str, ...] = (
         fcntl.flock(lock, fcntl.LOCK_EX)  # others wait here for the one that is starting it
         if listening(run_dir):
             return False
-        _start(run_dir, state_dir, log_path, arguments, timeout_s)
+        edge = [*program, "--state-dir", str(state_dir), "--run-dir", str(run_dir), *arguments]
+        _start(edge, run_dir, log_path, timeout_s)
         return True
     finally:
         os.close(lock)
 
 
-def _start(run_dir: Path, state_dir: Path, log_path: Path, arguments: tuple[str, ...], timeout_s: float) -> None:
+def _start(edge: list[str], run_dir: Path, log_path: Path, timeout_s: float) -> None:
     ready, tell = os.pipe2(os.O_CLOEXEC)
     try:
         with log_path.open("ab") as log:
             log_start = log.tell()
-            edge = [sys.executable, "-m", "opendsec.edge", "--state-dir", str(state_dir), "--run-dir", str(run_dir)]
             try:
                 # By way of setsid(1), which forks: the edge is then no child of ours and leaves no zombie to us when it ends.
                 subprocess.run(
-                    ["setsid", "--fork", *edge, "--ready-fd", str(tell), *arguments],
+                    ["setsid", "--fork", *edge, "--ready-fd", str(tell)],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -92,8 +99,7 @@ def _start(run_dir: Path, state_dir: Path, log_path: Path, arguments: tuple[str,
 def _wait_readable(fd: int, timeout_s: float) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLIN)
-    deadline = time.monotonic() + timeout_s
-    return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
+    return bool(poll.poll(timeout_s * 1000))
 
 
 def _tail(log_path: Path, start: int, limit: int = 4000) -> str:

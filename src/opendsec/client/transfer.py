@@ -13,7 +13,7 @@ import os
 import posixpath
 import secrets
 import tarfile
-from collections.abc import AsyncIterable, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, BinaryIO
@@ -87,7 +87,7 @@ def _write_all(file: IO[bytes], chunk: bytes) -> None:
 # --- trees
 
 
-async def pack(directory: Path) -> AsyncIterator[bytes]:
+async def pack(directory: Path) -> AsyncGenerator[bytes, None]:
     """A tar stream of what is in `directory`, named relative to it. Symlinks are kept as symlinks."""
     readable, writable = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(readable, False)

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-
 import httpx
 import pytest
 
@@ -13,12 +11,6 @@ from opendsec.client.transport import HttpxTransport
 from opendsec.testing.contracts import client as contract
 from opendsec.testing.contracts import client_bad_input
 from opendsec.testing.fakes.edge import FakeEdge
-
-
-@pytest.fixture(scope="module")
-def edge() -> Generator[FakeEdge, None, None]:
-    with FakeEdge() as edge:
-        yield edge
 
 
 @pytest.mark.parametrize("transport", ["unix", "httpx"])

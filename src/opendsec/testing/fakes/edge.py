@@ -99,6 +99,7 @@ class FakeEdge:
         self.images = {name: _image(name, ()) for name in images}
         self.layers: dict[str, i.LayerInfo] = {}
         self.requests: list[str] = []  # names of the routes that were called, in order
+        self.failures: list[tuple[str, OpenDSecError]] = []  # what the next calls of a route raise instead of doing their work
         self._draining = False
         self._creates: dict[str, tuple[bytes, s.CreateResponse]] = {}
         self._log: list[s.Event] = []
@@ -143,6 +144,10 @@ class FakeEdge:
         async def call(request: Request) -> Response:
             self.requests.append(name)
             try:
+                for failure in self.failures:
+                    if failure[0] == name:
+                        self.failures.remove(failure)
+                        raise failure[1]
                 if self.token and request.headers.get("authorization") != f"Bearer {self.token}":
                     raise Unauthorized("no token, or a wrong one")
                 return await handler(request)

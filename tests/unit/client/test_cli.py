@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line over the fake edge: what it prints, and the exit codes it passes on."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import pytest
+
+from opendsec.client.cli import main
+from opendsec.testing.fakes.edge import FakeEdge
+
+
+class Ran(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+class Dsec(Protocol):
+    def __call__(self, *words: str, stdin: bytes = b"") -> Ran: ...
+
+
+@pytest.fixture
+def dsec(edge: FakeEdge, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Dsec:
+    """Run `dsec` in this process."""
+    monkeypatch.setenv("OPENDSEC_ADDRESS", f"unix:{edge.socket_path}")
+
+    def run(*words: str, stdin: bytes = b"") -> Ran:
+        monkeypatch.setattr(sys, "argv", ["dsec", *words])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        try:
+            main.main()
+            code: object = 0
+        except SystemExit as end:
+            code = end.code
+        out, err = capfd.readouterr()
+        assert isinstance(code, int)
+        return Ran(code, out, err)
+
+    return run
+
+
+def test_run_passes_on_output_and_exit_code(dsec: Dsec, edge: FakeEdge) -> None:
+    assert dsec("run", "debian", "echo out; echo err >&2; exit 7") == (7, "out\n", "err\n")
+    assert dsec("run", "-e", "A=x y", "debian", "printf", "%s|", "a b", "--json") == (0, "a b|--json|", "")
+    assert edge.boxes == {}  # ended with the command
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (("run", "debian", "kill -15 $$"), 143, ""),
+        (("run", "--timeout", "0.1", "debian", "sleep", "60"), 124, "ran out of time"),
+        (("run", "debian", "no-such-program", "x"), 127, "could not start"),
+        (("run", "-w", "/no/such", "debian", "true"), 127, "could not start"),
+        (("run", "no-such-image", "true"), 125, "no image 'no-such-image'"),
+        (("run", "--memory", "lots", "debian", "true"), 125, "memory: 'lots' is not a size"),
+        (("run", "--env", "=x", "debian", "true"), 125, "env"),
+        (("exec", "sb_0000000000000000", "true"), 125, "no sandbox"),
+        (("exec", "../x", "true"), 125, "cannot be the id of anything"),
+        (("kill",), 125, "name sandboxes"),
+        (("kill", "sb_0000000000000000"), 125, "no sandbox"),
+        (("cp", "/etc/hostname", "/tmp/x"), 125, "exactly one of both"),
+        (("cp", "sb_0000000000000000:/x", "/tmp/never"), 125, "no sandbox"),
+        (("image", "build", "x"), 125, "exactly one of --from and --debian"),
+        (("image", "build", "broken", "--from", "/etc/apt"), 125, "it is broken"),
+        (("image", "rm", "no-such"), 125, "no image"),
+        (("image", "compose", "a", "no-such", "toolkit:x@1"), 125, "no image"),
+        (("bench", "no-such"), 125, "no benchmark is called"),
+        (("rollout", "/no/such/tasks.jsonl", "--out", "/tmp/never"), 125, "cannot read"),
+        (("run",), 2, "Usage"),
+        (("no-such-command",), 2, "No such command"),
+        (("create", "debian", "--count", "many"), 2, "many"),
+        (("--address", "gopher://x", "ls"), 2, "No such option"),
+        (("ls", "--address", "gopher://x"), 125, "address"),
+    ],
+)
+def test_failures(dsec: Dsec, words: tuple[str, ...], code: int, says: str) -> None:
+    ran = dsec(*words)
+    assert ran.code == code and says in ran.err, ran
+    assert "Traceback" not in ran.err
+
+
+def test_json_everywhere(dsec: Dsec) -> None:
+    ran = dsec("run", "--json", "debian", "echo hi; exit 3")
+    assert ran.code == 3 and json.loads(ran.out)["stdout"] == "hi\n"
+    ran = dsec("run", "--json", "no-such", "true")
+    assert ran.code == 125 and json.loads(ran.out)["error"]["code"] == "not_found" and ran.err == ""
+    made = json.loads(dsec("create", "debian", "-n", "2", "--json").out)
+    first = made[0]["sandbox"]["id"]
+    assert {one["id"] for one in json.loads(dsec("ls", "--json").out)["sandboxes"]} >= {one["sandbox"]["id"] for one in made}
+    started = json.loads(dsec("exec", "--json", "-d", first, "echo started").out)
+    assert started["state"] in ("running", "ended")
+    assert json.loads(dsec("logs", "--json", "-p", first).out)[0]["id"] == started["id"]
+    assert [json.loads(line)["text"] for line in dsec("logs", "--json", "-f", first, started["id"]).out.splitlines()] == ["started\n"]
+    assert json.loads(dsec("logs", "--json", first).out.splitlines()[0])["kind"] == "sandbox.created"
+    assert json.loads(dsec("image", "ls", "--json").out)["images"]
+    assert json.loads(dsec("image", "gc", "-n", "--json").out)["dry_run"] is True
+    assert json.loads(dsec("doctor", "--json").out)["backends"]
+    assert json.loads(dsec("kill", "--json", *(one["sandbox"]["id"] for one in made)).out)["failed"] == {}
+
+
+def test_a_day_with_a_sandbox(dsec: Dsec, tmp_path: Path) -> None:
+    box = dsec("create", "debian", "--label", "day=one").out.strip()
+    assert dsec("ls", "-q", "--label", "day=one").out == f"{box}\n"
+    assert dsec("ls", "-q", "--label", "day=two").out == ""
+    (tmp_path / "tree" / "sub").mkdir(parents=True)
+    (tmp_path / "tree" / "sub" / "a").write_text("content\n")
+    assert dsec("cp", str(tmp_path / "tree"), f"{box}:/tmp").code == 0  # into the directory, by its name
+    assert dsec("exec", "-w", "/tmp", box, "cat", "tree/sub/a").out == "content\n"
+    assert dsec("cp", str(tmp_path / "tree" / "sub" / "a"), f"{box}:/tmp/b").code == 0
+    assert dsec("exec", "-w", "/tmp", "-e", "X=1", box, "cat b; echo $X").out == "content\n1\n"
+    assert dsec("cp", "-q", f"{box}:/tmp/tree", str(tmp_path / "copy")) == (0, "", "")
+    assert (tmp_path / "copy" / "sub" / "a").read_text() == "content\n"
+    assert dsec("cp", "-q", f"{box}:/tmp/b", str(tmp_path)).code == 0
+    assert (tmp_path / "b").read_text() == "content\n"
+    process = dsec("exec", "-d", box, "echo begun; exec sleep 600").out.strip()
+    assert "running" in dsec("logs", "-p", box).out
+    assert dsec("kill", box, "--process", process, "--signal", "TERM").code == 0
+    assert dsec("logs", "-f", box, process).out == "begun\n"
+    assert "signalled" in dsec("logs", "-p", box).out
+    assert "sandbox.created" in dsec("logs", box).out
+    assert dsec("kill", "--all").code == 0
+    assert dsec("ls", "-q").out == ""
+
+
+def test_images(dsec: Dsec, tmp_path: Path) -> None:
+    assert dsec("image", "build", "tool", "--from", str(tmp_path), "--kind", "toolkit", "--version", "2").code == 0
+    assert "toolkit:tool@2" in dsec("image", "ls", "--layers").out
+    assert "image mixed: 1 layers" in dsec("image", "compose", "mixed", "debian", "toolkit:tool@2").out
+    assert "mixed" in dsec("image", "ls").out
+    assert dsec("image", "rm", "mixed").code == 0
+    assert "1 layers" in dsec("image", "gc").out
+
+
+def test_help_and_version(dsec: Dsec) -> None:
+    whole = dsec("--help").out
+    for name, _, _ in main.COMMANDS:
+        if "." not in name:
+            assert f"  {name} " in whole
+    assert "125 dsec itself failed" in whole
+    assert "--json" in dsec("image", "build", "--help").out
+    assert dsec("--version").out.startswith("dsec ")
+    assert dsec("image").code in (0, 2)
+
+
+def environment(edge: FakeEdge) -> dict[str, str]:
+    return {**os.environ, "OPENDSEC_ADDRESS": f"unix:{edge.socket_path}"}
+
+
+COMMAND = [sys.executable, "-c", "from opendsec.client.cli.main import main; main()"]
+
+
+def test_standard_input_is_passed_on(edge: FakeEdge) -> None:
+    done = subprocess.run(
+        [*COMMAND, "run", "-i", "debian", "cat; echo over"], input=b"one\xff\n", capture_output=True, env=environment(edge), check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"one\xff\nover\n", b"")
+
+
+def test_a_reader_that_goes_away_ends_the_command(edge: FakeEdge) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "run", "debian", "while :; do echo y; done"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(edge)
+    )
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline() == b"y\n"
+    process.stdout.close()
+    assert process.wait() == 141
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert edge.boxes == {}
+
+
+def test_ctrl_c_goes_to_the_command(edge: FakeEdge) -> None:
+    script = "trap 'echo bye; exit 5' INT; echo ready; while :; do sleep 0.02; done"
+    process = subprocess.Popen([*COMMAND, "run", "debian", script], stdout=subprocess.PIPE, env=environment(edge))
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.read() == b"bye\n"
+    process.stdout.close()
+    assert process.wait() == 5
+    assert edge.boxes == {}
+
+
+def test_a_shell_in_a_terminal(edge: FakeEdge) -> None:
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(ours, (33, 99))
+    before = termios.tcgetattr(theirs)
+    script = 'stty size; while [ "$(stty size)" = "33 99" ]; do sleep 0.02; done; stty size; read x; echo got:$x; exit 9'
+    process = subprocess.Popen(
+        [*COMMAND, "shell", "debian", "sh", "-c", script], stdin=theirs, stdout=theirs, stderr=theirs, env=environment(edge)
+    )
+    seen = b""
+    while b"33 99" not in seen:
+        seen += os.read(ours, 1000)
+    termios.tcsetwinsize(ours, (40, 120))
+    process.send_signal(signal.SIGWINCH)  # the kernel sends it to the terminal's foreground group, which this process is not in
+    while b"40 120" not in seen:
+        seen += os.read(ours, 1000)
+    os.write(ours, b"typed\r")
+    while b"got:typed" not in seen:
+        seen += os.read(ours, 1000)
+    assert process.wait() == 9
+    after = termios.tcgetattr(theirs)
+    assert after[:4] == before[:4]
+    os.close(ours)
+    os.close(theirs)
+    assert edge.boxes == {}
+
+
+def test_no_more_is_loaded_than_a_command_needs() -> None:
+    loads = "import sys; import opendsec.client.cli.ls, opendsec.client.aio"
+    program = f"{loads}; print([name for name in ('httpx', 'rich', 'pydantic', 'uvicorn') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
