@@ -457,6 +457,10 @@ def main(control_fd: int) -> None:
     syscalls.unshare(abi.CLONE_NEWNET)
     procfs.set_command_line(b"dsec-spawner")
     syscalls.prctl(abi.PR_SET_SECUREBITS, syscalls.prctl(abi.PR_GET_SECUREBITS) | abi.SECBIT_NO_SETUID_FIXUP)
+    try:
+        resource.setrlimit(resource.RLIMIT_CORE, (1, 1))  # the plans want it at 1, see runtime/container/plan.py
+    except ValueError:
+        pass  # it is 0 already, and we may not raise it
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # two descriptors a child under way; what it executes gets limits of its own
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the edge's to handle

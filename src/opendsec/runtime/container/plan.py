@@ -16,7 +16,10 @@ Plan = dict[str, object]
 PROFILE_NAME = b"container"
 MAX_LOCKED_BYTES = 8 << 20
 MAX_QUEUE_BYTES = 819_200  # of POSIX message queues: the kernel's default
-ZERO_LIMITS = (resource.RLIMIT_CORE, resource.RLIMIT_RTPRIO, resource.RLIMIT_NICE)
+ZERO_LIMITS = (resource.RLIMIT_RTPRIO, resource.RLIMIT_NICE)
+CORE_BYTES = 1
+"""Not 0: where the host's core_pattern names a program, the kernel runs it, as the host's root, for a process whose limit is 0 as well.
+At 1 alone it does not; and a file of one byte it does not write either."""
 
 
 def group_name(edge_id: str, sandbox_id: str) -> str:
@@ -41,6 +44,7 @@ def group_limits(limits: Limits) -> dict[str, float | int]:
 def rlimits(limits: Limits) -> list[tuple[int, int, int]]:
     """(resource, soft, hard). Hard limits only ever fall, since the spawner may lack CAP_SYS_RESOURCE."""
     wanted = {
+        resource.RLIMIT_CORE: CORE_BYTES,
         **dict.fromkeys(ZERO_LIMITS, 0),
         resource.RLIMIT_NOFILE: limits.open_files,
         resource.RLIMIT_MEMLOCK: MAX_LOCKED_BYTES,

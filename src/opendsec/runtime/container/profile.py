@@ -51,6 +51,7 @@ REFUSED = (
     Refusal(("kcmp",), "tells kernel pointers apart"),
     Refusal(("memfd_secret",), "memory that neither the accounting nor a snapshot can see", ENOSYS),
     Refusal(("file_setattr",), "as FS_IOC_FSSETXATTR below"),
+    Refusal(("io_setup",), "counts against one limit of the whole machine, fs.aio-max-nr, so one sandbox could leave nobody any", ENOSYS),
     Refusal(
         ("afs_syscall", "getpmsg", "putpmsg", "security", "tuxcall", "vserver", "epoll_ctl_old", "epoll_wait_old", "uprobe", "uretprobe"),
         "not for programs",
@@ -59,7 +60,13 @@ REFUSED = (
 )
 
 PERSONALITIES = (0x0, 0x0008, 0x2_0000, 0x2_0008, 0xFFFF_FFFF)  # Linux, 32-bit names, UNAME26, both, "tell me"
-FAMILIES = (1, 2, 10, 16)  # AF_UNIX, AF_INET, AF_INET6, AF_NETLINK; the rest is rare, large and old (packet, alg, vsock, bluetooth, …)
+AF_UNIX, AF_INET, AF_INET6, AF_NETLINK = 1, 2, 10, 16  # the other families are rare, large and old (packet, alg, vsock, bluetooth, …)
+SOCK_TYPE_MASK, SOCK_PACKET = 0xF, 10
+INET_PROTOCOLS = (0, 1, 6, 17, 58, 262)  # whatever suits the type, ICMP, TCP, UDP, ICMPv6, MPTCP
+NETLINK_PROTOCOLS = (0, 4)  # ROUTE, SOCK_DIAG: what `ip` and `ss` speak
+
+RLIMIT_CORE = 4
+MAP_HUGETLB, MFD_HUGETLB, SHM_HUGETLB = 0x4_0000, 0x4, 0x800
 
 _TYPE = 0xFF00  # the "magic" byte of an ioctl number
 TIOCSTI, TIOCLINUX, TIOCSETD = 0x5412, 0x541C, 0x5423
@@ -69,13 +76,24 @@ FICLONE, FICLONERANGE = 0x4004_9409, 0x4020_940D
 
 def _arguments() -> list[Rule]:
     """Calls whose answer depends on an argument. The first rule that matches decides."""
-    no_family, not_supported = errno_action(errno.EAFNOSUPPORT), errno_action(errno.EOPNOTSUPP)
+    no_family, no_protocol = errno_action(errno.EAFNOSUPPORT), errno_action(errno.EPROTONOSUPPORT)
+    not_supported, no_memory, done = errno_action(errno.EOPNOTSUPP), errno_action(errno.ENOMEM), errno_action(0)
     return [
         Rule(EPERM, ("clone",), (ArgCheck(0, "!=", 0, NAMESPACE_FLAGS),)),
         *(Rule(ALLOW, ("personality",), (ArgCheck.u32(0, "==", value),)) for value in PERSONALITIES),
         Rule(EPERM, ("personality",)),
-        *(Rule(ALLOW, ("socket", "socketpair"), (ArgCheck.u32(0, "==", family),)) for family in FAMILIES),
-        Rule(no_family, ("socket", "socketpair")),
+        Rule(ALLOW, ("socket", "socketpair"), (ArgCheck.u32(0, "==", AF_UNIX),)),
+        Rule(no_family, ("socketpair",)),
+        # Of the families allowed only the protocols in use: for any other the kernel may load a module. (AF_INET, SOCK_PACKET) is an old
+        # way to say AF_PACKET.
+        Rule(no_family, ("socket",), (ArgCheck.u32(0, "==", AF_INET), ArgCheck.u32(1, "==", SOCK_PACKET, SOCK_TYPE_MASK))),
+        *(
+            Rule(ALLOW, ("socket",), (ArgCheck.u32(0, "==", family), ArgCheck.u32(2, "==", protocol)))
+            for family, protocols in ((AF_INET, INET_PROTOCOLS), (AF_INET6, INET_PROTOCOLS), (AF_NETLINK, NETLINK_PROTOCOLS))
+            for protocol in protocols
+        ),
+        *(Rule(no_protocol, ("socket",), (ArgCheck.u32(0, "==", family),)) for family in (AF_INET, AF_INET6, AF_NETLINK)),
+        Rule(no_family, ("socket",)),
         # Types typed into a terminal as if by its user; line disciplines load modules.
         *(Rule(EPERM, ("ioctl",), (ArgCheck.u32(1, "==", number),)) for number in (TIOCSTI, TIOCLINUX, TIOCSETD)),
         # File system ioctls. Reading flags and cloning one's own files is ordinary; the rest of these families (swap of extents, dedupe
@@ -86,9 +104,18 @@ def _arguments() -> list[Rule]:
         ),
         Rule(EPERM, ("ioctl",), (ArgCheck.u32(1, "==", ord("f") << 8, _TYPE),)),
         Rule(EPERM, ("ioctl",), (ArgCheck.u32(1, "==", ord("X") << 8, _TYPE),)),
+        Rule(EPERM, ("ioctl",), (ArgCheck.u32(1, "==", ord("v") << 8, _TYPE),)),
         Rule(not_supported, ("ioctl",), (ArgCheck.u32(1, "==", 0x94 << 8, _TYPE),)),
         # The scratch is volatile by design, and sync(2) would wait for every file system of the host.
-        Rule(errno_action(0), ("sync",)),
+        Rule(done, ("sync",)),
+        # Huge pages that the host has set aside are no part of the sandbox's memory. This is what a host without any says.
+        Rule(no_memory, ("mmap",), (ArgCheck(3, "!=", 0, MAP_HUGETLB),)),
+        Rule(no_memory, ("memfd_create",), (ArgCheck.u32(1, "!=", 0, MFD_HUGETLB),)),
+        Rule(no_memory, ("shmget",), (ArgCheck.u32(2, "!=", 0, SHM_HUGETLB),)),
+        # It must stay at what `plan.rlimits` sets. Making it smaller or larger has no effect; asking for it has.
+        Rule(done, ("setrlimit",), (ArgCheck.u32(0, "==", RLIMIT_CORE),)),
+        Rule(done, ("prlimit64",), (ArgCheck.u32(1, "==", RLIMIT_CORE), ArgCheck(2, "!=", 0), ArgCheck(3, "==", 0))),
+        Rule(EPERM, ("prlimit64",), (ArgCheck.u32(1, "==", RLIMIT_CORE), ArgCheck(2, "!=", 0))),
     ]
 
 
