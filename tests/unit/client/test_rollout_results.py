@@ -75,6 +75,6 @@ def test_summary() -> None:
     assert (summary.tasks, summary.matched, summary.ok) == (5, 2, False)
     assert summary.matrix == {"pass": {"pass": 1, "fail": 1, "none": 1}, "fail": {"pass": 0, "fail": 1, "none": 1}}
     assert summary.failures == {"task": 1, "agent": 1, "infrastructure": 1}
-    assert summary.create_ms == (20, 30) and summary.mistaken == ("c", "d", "e")
+    assert summary.create_ms == (20.0, 30.0) and summary.mistaken == ("c", "d", "e")
     empty = summarize([])
     assert empty.ok and empty.create_ms is None

@@ -114,8 +114,8 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
-def rich_table(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table with a title: drawn on a terminal, plain columns elsewhere."""
+def rich_table(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: bool = False) -> None:
+    """A table with a title: drawn on a terminal, plain columns elsewhere. `numbers`: all columns but the first hold numbers."""
     if not sys.stdout.isatty():
         print(f"\n{title}")
         table(headers, rows)
@@ -127,7 +127,7 @@ def rich_table(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]]
 
     drawn = Table(title=escape(title), box=box.SIMPLE_HEAD, title_justify="left")
     for index, heading in enumerate(headers):
-        drawn.add_column(heading, justify="right" if index else "left", overflow="fold")
+        drawn.add_column(heading, justify="right" if index and numbers else "left", overflow="fold")
     for row in rows:
         drawn.add_row(*(escape(cell) for cell in row))
     Console().print(drawn)

@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import typer
 
 from opendsec.client.cli import common as c
+
+if TYPE_CHECKING:
+    from opendsec.api.sandboxes import Capabilities
 
 
 def doctor(json: c.Json = False, address: c.Address = None) -> None:
@@ -39,34 +44,17 @@ def doctor(json: c.Json = False, address: c.Address = None) -> None:
     raise typer.Exit(0 if works else 1)
 
 
-def _show(found: object) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+def _show(found: Capabilities) -> None:
+    def mark(there: bool) -> str:
+        return "yes" if there else "NO"
 
-    from opendsec.api.sandboxes import Capabilities
-
-    assert isinstance(found, Capabilities)
-    console = Console()
-    if found.features:
-        features = Table(title="Features of this machine", box=box.SIMPLE_HEAD, title_justify="left")
-        for heading in ("", "feature", "needed for", "without it", "why not"):
-            features.add_column(heading, overflow="fold")
-        for one in found.features:
-            mark = "[green]yes[/]" if one.present else "[red]no[/]"
-            features.add_row(
-                mark,
-                escape(one.name),
-                escape(one.needed_for),
-                "" if one.present else escape(one.without_it),
-                "" if one.present else escape(one.reason),
-            )
-        console.print(features)
+    features = [
+        (mark(one.present), one.name, one.needed_for, "" if one.present else one.without_it, "" if one.present else one.reason)
+        for one in found.features
+    ]
+    if features:
+        c.rich_table("Features of this machine", ("", "feature", "needed for", "without it", "why not"), features)
     for name, capabilities in found.backends.items():
-        backend = Table(title=f"Backend {name}", box=box.SIMPLE_HEAD, title_justify="left")
-        for heading in ("", "capability", "why not"):
-            backend.add_column(heading, overflow="fold")
-        for can in capabilities:
-            backend.add_row("[green]yes[/]" if can.available else "[red]no[/]", escape(can.name), escape(can.reason))
-        console.print(backend)
+        c.rich_table(
+            f"Backend {name}", ("", "capability", "why not"), [(mark(can.available), can.name, can.reason) for can in capabilities]
+        )

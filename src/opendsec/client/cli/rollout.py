@@ -93,14 +93,14 @@ def _show(summary: Summary, out: str) -> None:
         for expected, counts in summary.matrix.items()
         if sum(counts.values())
     ]
-    c.rich_table(f"{summary.tasks} tasks", ("", "judged pass", "judged fail", "no verdict"), rows)
+    c.rich_table(f"{summary.tasks} tasks", ("", "judged pass", "judged fail", "no verdict"), rows, numbers=True)
     failures = [(kind, str(count)) for kind, count in summary.failures.items() if count]
     if failures:
-        c.rich_table("Failures", ("at fault", "tasks"), failures)
+        c.rich_table("Failures", ("at fault", "tasks"), failures, numbers=True)
     spans = (("create", summary.create_ms), ("verify", summary.verify_ms), ("whole task", summary.total_ms))
     timings = [(name, f"{span[0]:.1f}", f"{span[1]:.1f}") for name, span in spans if span is not None]
     if timings:
-        c.rich_table("Milliseconds", ("", "median", "90 %"), timings)
+        c.rich_table("Milliseconds", ("", "median", "90 %"), timings, numbers=True)
     for mistaken in summary.mistaken[:SHOWN_MISTAKES]:
         print(f"not as expected: {mistaken}")
     if len(summary.mistaken) > SHOWN_MISTAKES:

@@ -221,12 +221,13 @@ async def runs_many_commands_at_once(setup: Setup) -> None:
 
 @check
 async def repeats_an_action_only_once(setup: Setup) -> None:
+    action_id = f"contract/{new_action_id()}"  # an edge knows them across all its sandboxes
     async with setup.box() as box:
-        first = await box.run("echo x >> once; cat once", cwd=WORK, action_id="act/1")
-        second = await box.run("echo x >> once; cat once", cwd=WORK, action_id="act/1")
+        first = await box.run("echo x >> once; cat once", cwd=WORK, action_id=action_id)
+        second = await box.run("echo x >> once; cat once", cwd=WORK, action_id=action_id)
         assert first.stdout == second.stdout == "x\n" and first.process_id == second.process_id
         try:
-            await box.run("something else", action_id="act/1")
+            await box.run("something else", action_id=action_id)
         except Conflict:
             pass
         else:
