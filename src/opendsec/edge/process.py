@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import shlex
 import signal
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from opendsec.api.errors import Conflict, SandboxLost
@@ -270,15 +270,22 @@ class Process:
 
     async def wait(self) -> ExecResult:
         """Its result, once it has ended. Raises SandboxLost."""
-        self._pins += 1
-        try:
+        with self.pinning():
             if not self.ended:
                 await _wait(self._done)
             self._check_lost()
             return self.result()
+
+    @contextmanager
+    def pinning(self) -> Iterator[None]:
+        """What is kept of its output stays while this is entered."""
+        self._pins += 1
+        try:
+            yield
         finally:
             self._pins -= 1
-            self.table.retention.trim(self.shelf)
+            if self.ended:
+                self.table.retention.trim(self.shelf)
 
     def _check_lost(self) -> None:
         if self.lost:

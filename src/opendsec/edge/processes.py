@@ -121,22 +121,27 @@ class ProcessTable:
             pty=command.pty,
         )
 
-    async def start(self, command: Command, *, process_id: str | None = None, follow: bool = False) -> Process:
-        """Start a (checked) command. One that cannot be executed is a Process too: its outcome is `not_started`. `follow`: see `Process`.
+    async def start(self, command: Command, *, process_id: str | None = None) -> Process:
+        """Start a (checked) command. One that cannot be executed is a Process too: its outcome is `not_started`.
 
         Raises SandboxLost, Unavailable, QuotaExceeded (too many at once).
         """
+        process = self._take(command, process_id)
+        await self._begin(process, command)
+        return process
+
+    def _take(self, command: Command, process_id: str | None) -> Process:
         process = Process(self, process_id or new_id(PROCESS), command)
         self.add(process)
-        if follow:
-            process.follow()
+        return process
+
+    async def _begin(self, process: Process, command: Command) -> None:
         launch = self.execution.spawn(self._launch(process, command))
         try:
             await asyncio.shield(launch)
         except asyncio.CancelledError:
             launch.add_done_callback(_ignore)  # what goes wrong from here on, nobody is there to hear
             raise
-        return process
 
     def add(self, process: Process) -> None:
         """Take up one that is about to start. Raises SandboxLost, QuotaExceeded."""
@@ -339,11 +344,16 @@ class ProcessTable:
 
     async def run(self, command: Command, *, process_id: str | None = None) -> ExecResult:
         """Start and wait. Raises as `start`, and SandboxLost if the sandbox dies under it."""
-        return await (await self.start(command, process_id=process_id)).wait()
+        process = self._take(command, process_id)
+        with process.pinning():  # it may end, and others after it, before we come to wait for it
+            await self._begin(process, command)
+            return await process.wait()
 
     async def stream(self, command: Command, *, process_id: str | None = None) -> AsyncGenerator[ExecEvent, None]:
         """Start, and what happens until its end, after a `started` event. Raises as `start`, before the first event."""
-        process = await self.start(command, process_id=process_id, follow=True)
+        process = self._take(command, process_id)
+        process.follow()
+        await self._begin(process, command)
         return process.events(announce=True, followed=True)
 
     def attach(self, process_id: str, *, stdout_offset: int = 0, stderr_offset: int = 0) -> AsyncGenerator[ExecEvent, None]:

@@ -183,7 +183,7 @@ class Writer:
                     self._poller.watch(self._fd, select.EPOLLOUT, self._pump)
                 return
             except OSError:  # EPIPE; EIO of a terminal
-                self.close("the command closed its standard input")
+                self.close("nothing reads its standard input any more")
                 return
             self._queue.popleft()
             if done is not None and not done.done():

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from msgspec.structs import replace
 
 from opendsec.api.exec import Command, ExecEvent, ExecResult
 from opendsec.edge.process import Process
-from opendsec.edge.processes import Execution, ProcessTable
-from opendsec.testing.fakes.local_handle import LocalHandle
+from opendsec.edge.processes import Defaults, Execution, ProcessTable
+from opendsec.edge.retention import Retention
+from opendsec.testing.fakes.local_handle import LIMITS, LocalHandle
 from opendsec.testing.fakes.timing import ManualClock
 
 
@@ -44,12 +48,34 @@ class Bench:
         """Until it has written `text` to stdout."""
         await eventually(lambda: text in process.stdout.read_from(0, 1 << 20)[0])
 
-    async def close(self) -> None:
+    async def close(self, *, shared: bool = False) -> None:
         self.table.begin_kill("the test is over")
         await self.handle.destroy()
         self.table.close()
         self.table.forget_all()
-        await self.execution.close()
+        if not shared:
+            await self.execution.close()
+
+
+@asynccontextmanager
+async def small_bench(
+    *,
+    retention: Retention | None = None,
+    on_active: Callable[[int], None] = lambda count: None,
+    memory_bytes: int = LIMITS.memory_bytes,
+    pids: int = LIMITS.pids,
+    share: Bench | None = None,
+) -> AsyncIterator[Bench]:
+    """A bench with other bounds. `share`: on the same edge as that one."""
+    clock, events = ManualClock(), Events()
+    execution = share.execution if share else Execution(emit=events, clock=clock, retention=retention)
+    handle = LocalHandle(limits=replace(LIMITS, memory_bytes=memory_bytes, pids=pids))
+    table = ProcessTable(execution, handle, Defaults(env={"FROM": "sandbox", "BOTH": "sandbox"}), on_active=on_active)
+    bench = Bench(execution, handle, table, clock, events)
+    try:
+        yield bench
+    finally:
+        await bench.close(shared=share is not None)
 
 
 async def eventually(condition: Callable[[], object]) -> None:

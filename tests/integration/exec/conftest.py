@@ -9,10 +9,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import uvloop
 
-from opendsec.edge.processes import Defaults, Execution, ProcessTable
-from opendsec.testing.fakes.local_handle import LocalHandle
-from opendsec.testing.fakes.timing import ManualClock
-from tests.integration.exec.bench import Bench, Events
+from tests.integration.exec.bench import Bench, small_bench
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -28,10 +25,5 @@ def libuv() -> None:
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
-    clock, events = ManualClock(), Events()
-    execution = Execution(emit=events, clock=clock)
-    handle = LocalHandle()
-    table = ProcessTable(execution, handle, Defaults(env={"FROM": "sandbox", "BOTH": "sandbox"}))
-    bench = Bench(execution, handle, table, clock, events)
-    yield bench
-    await bench.close()
+    async with small_bench() as bench:
+        yield bench

@@ -111,14 +111,14 @@ async def test_stdin_write_that_can_not_end(bench: Bench) -> None:
     write = asyncio.ensure_future(bench.table.stdin(process.id, bytes(1 << 20)))
     await eventually(lambda: bench.execution.poller.watched() == 3)
     process.signal(signal.SIGKILL, tree=False)
-    with pytest.raises(Conflict, match="the command has ended"):
+    with pytest.raises(Conflict, match=r"has ended|nothing reads"):
         await write
 
 
 async def test_stdin_closed_by_the_command(bench: Bench) -> None:
     process = await bench.start("exec <&-; echo closed; exec sleep 1000", stdin_mode="stream")
     await bench.output(process, b"closed")
-    with pytest.raises(Conflict, match="closed its standard input"):
+    with pytest.raises(Conflict, match="nothing reads its standard input"):
         await bench.table.stdin(process.id, b"x")
 
 
@@ -130,7 +130,7 @@ async def test_stdin_pending_when_the_command_closes_it(bench: Bench, tmp_path: 
     await eventually(lambda: bench.execution.poller.watched() == 3)
     with gate.open("w") as gate_end:
         gate_end.write("\n")
-    with pytest.raises(Conflict, match="closed its standard input"):  # an event that uvloop alone would never tell
+    with pytest.raises(Conflict, match="nothing reads its standard input"):  # an event that uvloop alone would never tell
         await write
 
 
@@ -177,7 +177,7 @@ async def test_output_limit_ends_the_tree(bench: Bench) -> None:
     assert result.outcome == "output_limit" and result.limits_hit == ("output",)
     assert "300000" in result.message
     assert result.stdout.total_bytes + result.stderr.total_bytes > 300_000
-    assert bench.handle.running[-1].members() == ()
+    await eventually(lambda: bench.handle.running[-1].members() == ())
 
 
 async def test_output_up_to_the_limit(bench: Bench) -> None:
