@@ -121,6 +121,7 @@ class Command:
     """A started command."""
 
     box: Box
+    process_id: str
     running: Running
     stdout: Stream
     stderr: Stream
@@ -231,7 +232,7 @@ class Box:
             os.close(ours[-2])
             ours[-2] = running.terminal
         loop = self.node.loop
-        command = Command(self, running, Stream(loop, ours[-2]), Stream(loop, ours[-1]), ours[0] if stdin else None)
+        command = Command(self, plan.process_id, running, Stream(loop, ours[-2]), Stream(loop, ours[-1]), ours[0] if stdin else None)
         if running.terminal is not None:
             command.stdin = os.dup(running.terminal)
         self.commands.append(command)

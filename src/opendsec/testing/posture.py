@@ -3,25 +3,30 @@
 
 `collect(pid)` asks the kernel, not the process. What differs from run to run (ids, inode numbers, device numbers, the name of the
 host's pipe) is replaced by a word that says what it is; the rest stays as the kernel says it. A test compares the whole with a literal,
-so that one capability, mount, descriptor or variable more than expected fails it.
+so that one capability, mount, descriptor or variable more than expected fails it; `differences` says which.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 
 from opendsec.kernel import capabilities, namespaces, procfs
 
 _KIND = re.compile(rb"^(pipe|socket|anon_inode):")
-_FREE_OPTIONS = ("uid=", "gid=", "size=", "nr_inodes=")
+_FREE_OPTIONS = ("uid=", "gid=", "size=", "nr_inodes=", "upperdir=", "workdir=")  # the number or place differs from box to box
+_SILENT_OPTIONS = ("uuid=on", "inode64")  # some kernels say these; they confine nothing
+_SCHEDULERS = {os.SCHED_OTHER: "other", os.SCHED_BATCH: "batch", os.SCHED_IDLE: "idle", os.SCHED_FIFO: "fifo", os.SCHED_RR: "rr"}
 
 
 @dataclass(frozen=True)
 class Posture:
     """See the fields' comments; sets are sorted tuples, so that a difference reads well."""
 
+    program: str  # its executable file, as it is named inside
     own_namespaces: tuple[str, ...]  # which differ from ours
     shared_namespaces: tuple[str, ...]
     uid_map: tuple[tuple[int, str, int], ...]  # (first inside, "base" or the host's number, how many)
@@ -33,13 +38,21 @@ class Posture:
     seccomp: str  # "off", "strict", "filter"
     seccomp_filters: int
     mounts: tuple[tuple[str, str, str, str], ...]  # (where, type, mount options, options of the file system)
+    root: str
+    directory: str  # the working directory
     descriptors: Mapping[int, str]
     limits: Mapping[str, tuple[int | None, int | None]]
     environment: tuple[str, ...]
     cgroups: Mapping[str, str]
+    umask: str
     signals_ignored: str
     signals_blocked: str
+    signals_pending: str
     oom_score_adj: int
+    scheduling: tuple[str, int]  # policy, nice
+    personality: str
+    session_leader: bool
+    terminal: bool  # whether it has a controlling one
     threads: int
     tracer: int
 
@@ -49,7 +62,7 @@ def collect(pid: int, *, uid_base: int, names: Mapping[str, str] | None = None) 
 
     `names`: texts to replace in paths and cgroups by a word (ids of the edge, the sandbox, the command).
     """
-    status = procfs.status(pid)
+    status, stat = procfs.status(pid), procfs.stat(pid)
     ours, its = namespaces.namespace_ids(), namespaces.namespace_ids(pid)
 
     def shown(text: str) -> str:
@@ -65,7 +78,11 @@ def collect(pid: int, *, uid_base: int, names: Mapping[str, str] | None = None) 
         rows = namespaces.parse_map(procfs.read(procfs.path_of(pid, name)))
         return tuple((first, "base" if host == uid_base else str(host), count) for first, host, count in rows)
 
+    def link(name: str) -> str:
+        return shown(os.readlink(procfs.path_of(pid, name)))
+
     return Posture(
+        program=link("exe"),
         own_namespaces=tuple(sorted(name for name in its if its[name] != ours[name])),
         shared_namespaces=tuple(sorted(name for name in its if its[name] == ours[name])),
         uid_map=id_map("uid_map"),
@@ -86,31 +103,68 @@ def collect(pid: int, *, uid_base: int, names: Mapping[str, str] | None = None) 
         seccomp=("off", "strict", "filter")[int(status["Seccomp"])],
         seccomp_filters=int(status.get("Seccomp_filters", "-1")),
         mounts=tuple(
-            (shown(_text(mount.mount_point)), mount.fstype, ",".join(mount.options), _settings(mount.super_options))
-            for mount in procfs.mountinfo(pid)
+            sorted(
+                (shown(_text(mount.mount_point)), mount.fstype, ",".join(mount.options), _settings(mount.super_options))
+                for mount in procfs.mountinfo(pid)
+            )
         ),
+        root=link("root"),
+        directory=link("cwd"),
         descriptors={number: _descriptor(target) for number, target in sorted(procfs.fds(pid).items())},
         limits=procfs.limits(pid),
         environment=tuple(sorted(shown(_text(item)) for item in procfs.environ(pid))),
         cgroups={name: shown(_text(path)) for name, path in sorted(procfs.cgroup(pid).items())},
-        signals_ignored=status["SigIgn"].lstrip("0"),
-        signals_blocked=status["SigBlk"].lstrip("0"),
+        umask=status["Umask"],
+        signals_ignored=_bits(status["SigIgn"]),
+        signals_blocked=_bits(status["SigBlk"]),
+        signals_pending=_bits(status["ShdPnd"]),
         oom_score_adj=int(procfs.read(procfs.path_of(pid, "oom_score_adj"))),
-        threads=int(status["Threads"]),
+        scheduling=(_SCHEDULERS.get(os.sched_getscheduler(pid), "?"), os.getpriority(os.PRIO_PROCESS, pid)),
+        personality=_bits(procfs.read(procfs.path_of(pid, "personality")).decode()),
+        session_leader=stat.session == stat.pid,
+        terminal=stat.tty != 0,
+        threads=stat.threads,
         tracer=int(status["TracerPid"]),
     )
+
+
+def differences(expected: Posture, found: Posture) -> list[str]:
+    """What `found` has and `expected` has not ("+"), and the reverse ("-"), a line each, named by field; empty if they are equal."""
+    lines = []
+    for field in fields(Posture):
+        wanted, got = getattr(expected, field.name), getattr(found, field.name)
+        if wanted != got:
+            before, after = Counter(_items(wanted)), Counter(_items(got))
+            found_here = [f"- {field.name}: {text}" for text in before - after] + [f"+ {field.name}: {text}" for text in after - before]
+            lines += found_here or [f"~ {field.name}: {got}"]  # the same in another order
+    return lines
+
+
+def _items(value: object) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            if isinstance(one, tuple) and all(isinstance(part, str) for part in one):
+                yield from (f"{key}: {part}" for part in one)
+            else:
+                yield f"{key} = {one}"
+    elif isinstance(value, tuple):
+        yield from map(str, value)
+    else:
+        yield str(value)
 
 
 def _text(data: bytes) -> str:
     return data.decode("utf-8", "surrogateescape")
 
 
+def _bits(hexadecimal: str) -> str:
+    return hexadecimal.strip().lstrip("0")
+
+
 def _settings(options: tuple[str, ...]) -> str:
     """Options without the numbers that depend on the sandbox."""
-    return ",".join(
-        f"{option.partition('=')[0]}=*" if option.startswith(_FREE_OPTIONS) else re.sub(r"^(upper|work)dir=.*", r"\1dir=*", option)
-        for option in options
-    )
+    shown = [f"{option.partition('=')[0]}=*" if option.startswith(_FREE_OPTIONS) else option for option in options]
+    return ",".join(option for option in shown if option not in _SILENT_OPTIONS)
 
 
 def _descriptor(target: bytes) -> str:
