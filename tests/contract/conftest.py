@@ -51,6 +51,7 @@ async def running_edge(kind: str) -> AsyncGenerator[Edge, None]:
                     restart=local.restart,
                     tcp=local.tcp,
                     token=TOKEN,
+                    socket=str(local.settings.socket),
                 )
         finally:
             await local.close()

@@ -325,11 +325,12 @@ class Node:
         except BaseException as error:
             made = [error] * len(boxes)
         now = self.clock.time()
+        place = {slot.id: index for index, slot in enumerate(slots) if isinstance(slot, Box)}
         with self._transaction():
             for box, handle in zip(boxes, made, strict=True):
                 if isinstance(handle, BaseException):
                     blame = self._blame(box, handle)
-                    slots[slots.index(box)] = blame
+                    slots[place[box.id]] = blame
                     self.apply(box, lifecycle.CreateFailed(now, str(blame)))
                 else:
                     self.hold(box, handle)
@@ -351,7 +352,7 @@ class Node:
         slots = []
         for slot in recorded.slots:
             box = self.boxes.get(slot.sandbox.id) if slot.sandbox is not None else None
-            slots.append(slot if box is None else Slot(sandbox=box.info()))
+            slots.append(slot if box is None else Slot(sandbox=box.info(full=len(recorded.slots) == 1)))
         return CreateResponse(tuple(slots))
 
     # --- reading ---------------------------------------------------------------------------------------------------------
@@ -503,4 +504,6 @@ def _placement(box: Box, resolved: Resolved) -> Placement:
 
 
 def _response(slots: Sequence[Box | OpenDSecError]) -> CreateResponse:
-    return CreateResponse(tuple(Slot(sandbox=slot.info()) if isinstance(slot, Box) else Slot(error=slot.body()) for slot in slots))
+    """Of a batch without the spec: it may be large, and whoever asked has it."""
+    full = len(slots) == 1
+    return CreateResponse(tuple(Slot(sandbox=slot.info(full=full)) if isinstance(slot, Box) else Slot(error=slot.body()) for slot in slots))

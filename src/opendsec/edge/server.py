@@ -68,9 +68,10 @@ class NodeRoutes:
 
     async def events(self, request: Request) -> Lines:
         after = request.integer("after", (0, 1 << 62)) or 0
-        return Lines(self._events(after, request.text("sandbox_id"), request.flag("follow")))
+        return Lines(self.follow(after, request.text("sandbox_id"), request.flag("follow")))
 
-    async def _events(self, after: int, sandbox_id: str | None, follow: bool) -> AsyncGenerator[Event, None]:
+    async def follow(self, after: int, sandbox_id: str | None, follow: bool) -> AsyncGenerator[Event, None]:
+        """Events numbered above `after`; with `follow` also those to come, without gap or repetition in between."""
         node = self._node
         with node.events.subscribe(sandbox_id=sandbox_id) as subscription:
             last = node.events.seq  # from here on the subscription tells
@@ -170,7 +171,8 @@ class Routes:
 
     def __init__(self, node: Node, features: Sequence[Feature] = ()) -> None:
         self._files, self.commands = FileRoutes(node), Commands(node)
-        handlers = NodeRoutes(node, features).handlers() | ExecRoutes(node, self.commands).handlers() | self._files.handlers()
+        self.node_routes = NodeRoutes(node, features)
+        handlers = self.node_routes.handlers() | ExecRoutes(node, self.commands).handlers() | self._files.handlers()
         self.router = Router(handlers)
 
     async def close(self) -> None:

@@ -50,6 +50,7 @@ class Edge:
     restart: Callable[[], Awaitable[None]]  # stop it gracefully, start another on the same state
     tcp: Callable[[str | None], httpx.AsyncClient]  # over TCP, with this token or none
     token: str
+    socket: str
     memory: str = "64MiB"
     disk: str = "64MiB"
 

@@ -23,7 +23,7 @@ from opendsec.api.errors import Internal, OpenDSecError, SandboxLost
 from opendsec.api.sandboxes import Capability, Usage
 from opendsec.kernel import procfs
 from opendsec.runtime.backend import Counters, ExecPlan, Exit, FileAccess, Handle, Placement, Record, Running
-from opendsec.testing.fakes.files import DirectoryFiles
+from opendsec.runtime.files import SandboxFiles
 
 MARK = "OPENDSEC_FAKE"
 
@@ -68,8 +68,10 @@ class FakeSandbox:
         assert self.machine.root is not None
         path = self.machine.root / self.record.sandbox_id
         if not path.exists():
-            for name in ("tmp", "root", "workspace"):
+            for name in ("tmp", "root", "workspace", "etc"):
                 (path / name).mkdir(parents=True)
+            (path / "etc/passwd").write_text("root:x:0:0::/root:/bin/sh\nnobody:x:65534:65534::/:/bin/false\n")
+            (path / "etc/group").write_text("root:x:0:\nnogroup:x:65534:\n")
         return path
 
     def processes(self, process_id: str = "") -> tuple[int, ...]:
@@ -179,7 +181,7 @@ class FakeHandle:
         self.sandbox = sandbox
         self.record = sandbox.record
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._files: DirectoryFiles | None = None
+        self._files = SandboxFiles(self._open_root, 0)
         self.fail_destroy = 0  # how many times it fails
         sandbox.on_death.append(self._on_death)
 
@@ -193,10 +195,11 @@ class FakeHandle:
 
     @property
     def files(self) -> FileAccess:
-        self._check()
-        if self._files is None:
-            self._files = DirectoryFiles(self.sandbox.root)
         return self._files
+
+    def _open_root(self) -> int:
+        self._check()
+        return os.open(self.sandbox.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def alive(self) -> bool:
         return self.sandbox.alive
@@ -263,7 +266,7 @@ class FakeHandle:
 
     def usage(self) -> Usage:
         self._check()
-        return Usage(pids=self.processes())
+        return Usage(memory_bytes=1 << 20, pids=self.processes())
 
     def processes(self) -> int:
         return len(self.sandbox.processes())

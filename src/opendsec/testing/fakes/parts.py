@@ -70,7 +70,7 @@ def fake_parts(machine: FakeMachine, images: ImageStore, *, scratch_bytes: int =
 
 async def assemble_fakes(settings: Settings, edge_id: str, log: Log) -> Parts:
     """For an edge process of its own; its sandboxes end with it."""
-    machine = FakeMachine()
+    machine = FakeMachine(settings.state_dir / "machine")
 
     async def close() -> None:
         machine.close()

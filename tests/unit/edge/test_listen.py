@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sockets and locks, and what is sent over them: errors, streams whose reader leaves, answers that must not be completed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import stat
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from opendsec.api.errors import Internal, Unavailable
+from opendsec.api.routes import ROUTES
+from opendsec.api.sandboxes import Event
+from opendsec.edge.asgi import App
+from opendsec.edge.http import Answer, Lines, Raw, Request, Router
+from opendsec.edge.listen import AlreadyRunning, Listener, locked
+from opendsec.edge.log import Field, NullLog
+from tests.unit.edge.conftest import World
+
+TOKEN = b"a-token-for-tests-only"
+
+
+class RecordingLog(NullLog):
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, dict[str, Field]]] = []
+
+    def exception(self, event: str, /, **fields: Field) -> None:
+        self.lines.append((event, fields))
+
+
+class Server:
+    """One listener on a unix socket whose INFO and EVENTS routes a test defines."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "edge.sock"
+        self.log = RecordingLog()
+        self.answer: Callable[[Request], Awaitable[Answer]]
+        self.listener = Listener(App(Router(dict.fromkeys(ROUTES, self._handle)), self.log, local=True))
+
+    async def _handle(self, request: Request) -> Answer:
+        return await self.answer(request)
+
+    def client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url="http://edge", transport=httpx.AsyncHTTPTransport(uds=str(self.path)), timeout=10)
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncGenerator[Server, None]:
+    server = Server(tmp_path)
+    await server.listener.open_unix(server.path)
+    yield server
+    await server.listener.close()
+
+
+def test_one_edge_holds_the_lock(tmp_path: Path) -> None:
+    with locked(tmp_path):
+        assert (tmp_path / "edge.lock").read_text() == f"{os.getpid()}\n"
+        with pytest.raises(AlreadyRunning, match=f"an edge \\(process {os.getpid()}\\) already uses"), locked(tmp_path):
+            pass
+    with locked(tmp_path):
+        pass
+
+
+async def test_the_socket_is_for_its_owner_alone(server: Server) -> None:
+    mode = server.path.stat().st_mode
+    assert stat.S_ISSOCK(mode) and stat.S_IMODE(mode) == 0o600
+    assert [entry.name for entry in server.path.parent.iterdir()] == ["edge.sock"]
+    await server.listener.close()
+    assert not server.path.exists()
+
+
+async def test_a_stale_socket_is_replaced(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(tmp_path / "edge.sock"))
+    server = Server(tmp_path)
+
+    async def answer(request: Request) -> Answer:
+        return None
+
+    server.answer = answer
+    await server.listener.open_unix(server.path)
+    async with server.client() as client:
+        assert (await client.get("/v1/info")).status_code == 204
+    await server.listener.close()
+
+
+async def test_a_bug_is_told_by_number_and_logged(server: Server) -> None:
+    async def answer(request: Request) -> Answer:
+        raise KeyError("secret detail")
+
+    server.answer = answer
+    async with server.client() as client:
+        response = await client.get("/v1/info")
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (500, "internal")
+    ((event, fields),) = server.log.lines
+    assert (event, fields["incident"]) == ("edge.internal_error", error["data"]["incident"])
+    assert "secret detail" not in response.text
+
+
+async def test_a_stream_ends_when_its_reader_leaves(server: Server) -> None:
+    closed = asyncio.Event()
+
+    async def events() -> AsyncGenerator[Event, None]:
+        try:
+            yield Event(seq=1, at=0.0, kind="one")
+            await asyncio.Event().wait()
+        finally:
+            closed.set()
+
+    async def answer(request: Request) -> Answer:
+        return Lines(events())
+
+    server.answer = answer
+    async with server.client() as client, client.stream("GET", "/v1/events") as response:
+        assert json.loads(await anext(response.aiter_lines()))["kind"] == "one"
+    await closed.wait()
+
+
+async def test_a_stream_that_fails_says_so_in_its_last_line(server: Server) -> None:
+    async def events() -> AsyncGenerator[Event, None]:
+        yield Event(seq=1, at=0.0, kind="one")
+        raise Unavailable("no more")
+
+    async def answer(request: Request) -> Answer:
+        return Lines(events())
+
+    server.answer = answer
+    async with server.client() as client:
+        lines = (await client.get("/v1/events")).text.splitlines()
+    assert json.loads(lines[1])["error"]["code"] == "unavailable"
+
+
+async def test_a_stream_that_fails_at_once_has_a_status(server: Server) -> None:
+    async def events() -> AsyncGenerator[Event, None]:
+        raise Internal("no")
+        yield
+
+    async def answer(request: Request) -> Answer:
+        return Lines(events())
+
+    server.answer = answer
+    async with server.client() as client:
+        assert (await client.get("/v1/events")).status_code == 500
+
+
+async def test_streams_end_when_the_edge_stops(server: Server) -> None:
+    async def events() -> AsyncGenerator[Event, None]:
+        yield Event(seq=1, at=0.0, kind="one")
+        await asyncio.Event().wait()
+
+    async def answer(request: Request) -> Answer:
+        return Lines(events())
+
+    server.answer = answer
+    async with server.client() as client, client.stream("GET", "/v1/events") as response:
+        lines = response.aiter_lines()
+        await anext(lines)
+        await server.listener.close()
+        assert json.loads(await anext(lines))["error"]["message"] == "the edge is stopping"
+
+
+async def test_an_answer_that_cannot_be_completed_is_cut(server: Server) -> None:
+    closed = []
+
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        yield b"first"
+        raise Unavailable("the file became shorter while it was read")
+
+    async def answer(request: Request) -> Answer:
+        return Raw(pieces(), 100, lambda: closed.append(1))
+
+    server.answer = answer
+    async with server.client() as client:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.get("/v1/info")
+    assert closed == [1]
+
+
+async def test_a_large_body_that_is_refused_is_not_read_to_its_end(server: Server) -> None:
+    async def answer(request: Request) -> Answer:
+        raise Unavailable("not now")
+
+    sent = 0
+
+    async def body() -> AsyncGenerator[bytes, None]:
+        nonlocal sent
+        for _ in range(1000):
+            sent += 1 << 20
+            yield bytes(1 << 20)
+
+    server.answer = answer
+    async with server.client() as client:
+        response = await client.post("/v1/drain", content=body())
+        assert response.status_code == 503 and response.headers["connection"] == "close"
+        assert sent < 100 << 20
+        assert (await client.post("/v1/drain")).status_code == 503
+
+
+async def test_what_is_no_http_is_refused_in_our_form(server: Server) -> None:
+    reader, writer = await asyncio.open_unix_connection(str(server.path))
+    writer.write(b"\x16\x03\x01 hello\r\n\r\n")
+    answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 400 ") and b'"code":"invalid_request"' in answer
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_tokens_are_compared_whole(tmp_path: Path) -> None:
+    async def answer(request: Request) -> Answer:
+        return None
+
+    listener = Listener(App(Router(dict.fromkeys(ROUTES, answer)), NullLog(), local=False, token=TOKEN))
+    port = await listener.open_tcp("127.0.0.1", 0)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        good = TOKEN.decode()
+        for given, status in (("", 401), ("Bearer", 401), ("Bearer a-token", 401), (f"Bearer {good}", 204), (f"bearer {good}", 204)):
+            response = await client.get("/v1/info", headers={"authorization": given} if given else {})
+            assert response.status_code == status, given
+        two = [("authorization", "Bearer x"), ("authorization", f"Bearer {good}")]
+        assert (await client.get("/v1/info", headers=two)).status_code == 204
+    await listener.close()
+
+
+async def test_events_are_followed_without_gap_or_repetition(world: World) -> None:
+    node, kinds = world.node, []
+    node.events.emit("one", "sb")
+    stream = world.routes.node_routes.follow(0, "sb", True)
+    kinds.append((await anext(stream)).kind)
+    node.events.emit("two", "sb")
+    node.flush()
+    node.events.emit("three", "sb")
+    kinds += [(await anext(stream)).kind for _ in range(2)]
+    await stream.aclose()
+    assert kinds == ["one", "two", "three"]
