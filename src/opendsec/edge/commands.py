@@ -75,6 +75,7 @@ class Commands:
                 active = count
 
             box.commands = ProcessTable(self.execution, handle, defaults, on_active=on_active)
+            self._earlier(box)  # now: once this edge has begun commands of its own, the journal has those too
         return box, box.commands
 
     # --- start -----------------------------------------------------------------------------------------------------------
