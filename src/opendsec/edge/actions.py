@@ -23,10 +23,12 @@ from typing import Generic, TypeVar
 import msgspec
 
 from opendsec.api.errors import Conflict, ErrorBody, Internal, OpenDSecError, from_body
+from opendsec.api.exec import Captured, ExecResult
 from opendsec.edge.journal import ActionRow, ActionState, Journal
 from opendsec.edge.log import Log
 
 INLINE_BYTES = 128 << 10  # larger results go to a file of their own
+COMMANDS = ("run", "stream", "session_run")  # kinds of actions whose result is an ExecResult
 S = TypeVar("S", bound=msgspec.Struct)
 
 
@@ -183,6 +185,21 @@ class Actions:
         while self._running:
             await asyncio.wait([task for _, task in self._running.values()])
 
+    async def trim(self, keep_bytes: int) -> None:
+        """Give up the output in the oldest large results of commands, but never the results."""
+        for action_id, file in self.journal.oldest_results(COMMANDS, keep_bytes):
+
+            def read(file: str = file) -> ExecResult | None:
+                try:
+                    return decode_result((self._directory / file).read_bytes(), ExecResult)
+                except (OSError, OpenDSecError, msgspec.DecodeError):
+                    return None  # lost already: a repetition is told so
+
+            result = await asyncio.to_thread(read)
+            if result is not None:
+                self.journal.end_action(action_id, at=self._clock(), state="done", result=msgspec.json.encode(without_output(result)))
+        await self.clear_orphans()
+
     async def clear_orphans(self) -> None:
         """Remove files of results that the journal does not know; at start and after pruning."""
         there = await asyncio.to_thread(os.listdir, self._directory)
@@ -194,6 +211,13 @@ class Actions:
 
         if orphans:
             await asyncio.to_thread(remove)
+
+
+def without_output(result: ExecResult) -> ExecResult:
+    """With the sizes of what was captured, so that it shows as truncated."""
+    message = "; ".join(filter(None, (result.message, "its output was given up to make room for that of later actions")))
+    stdout, stderr = Captured(total_bytes=result.stdout.total_bytes), Captured(total_bytes=result.stderr.total_bytes)
+    return msgspec.structs.replace(result, stdout=stdout, stderr=stderr, message=message)
 
 
 def decode_result(data: bytes, kind: type[S]) -> S:

@@ -49,6 +49,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     keep_ended_s: float
     keep_ended: int
     keep_actions_s: float
+    keep_results: int
     log_level: str
     log_file: Path | None
     ready_fd: int | None
@@ -69,7 +70,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return int(total * self.memory_fraction * self.memory_overcommit)
 
     def retention(self) -> Retention:
-        return Retention(ended_s=self.keep_ended_s, ended_count=self.keep_ended, actions_s=self.keep_actions_s)
+        return Retention(
+            ended_s=self.keep_ended_s, ended_count=self.keep_ended, actions_s=self.keep_actions_s, results_bytes=self.keep_results
+        )
 
 
 class _Field(NamedTuple):
@@ -155,6 +158,7 @@ FIELDS: dict[str, _Field] = {
     "keep_ended_s": _Field(_number(0.0, 1e9), 86_400.0, "seconds for which ended sandboxes are remembered"),
     "keep_ended": _Field(_integer(0, 1_000_000), 10_000, "how many ended sandboxes are remembered"),
     "keep_actions_s": _Field(_number(0.0, 1e9), 7 * 86_400.0, "seconds for which results of actions are kept after their sandbox ended"),
+    "keep_results": _Field(_size, 4 << 30, "size of large results kept for repeated actions; beyond it the oldest lose their output"),
     "log_level": _Field(_choice(*LEVELS), "info", "debug, info, warning, error"),
     "log_file": _Field(_path, None, "append the log there instead of stderr"),
     "ready_fd": _Field(_integer(3, 1 << 20), None, "descriptor to which one line is written when the edge answers"),

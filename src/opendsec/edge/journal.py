@@ -314,6 +314,21 @@ class Journal:
         rows = self._db.execute("SELECT * FROM actions WHERE state = 'pending' ORDER BY id")
         return [msgspec.convert(row, ActionRow, strict=False) for row in rows]
 
+    def oldest_results(self, kinds: Sequence[str], keep_bytes: int) -> list[tuple[str, str]]:
+        """Action ids and files of the oldest results of these kinds, so many that those which remain have at most `keep_bytes`."""
+        marks = ",".join("?" * len(kinds))
+        rows = self._db.execute(
+            f"SELECT action_id, result_file, result_bytes FROM actions WHERE result_file IS NOT NULL AND kind IN ({marks})"
+            " ORDER BY id DESC",
+            tuple(kinds),
+        )
+        total, found = 0, []
+        for action_id, file, size in rows:
+            total += size
+            if total > keep_bytes:
+                found.append((action_id, file))
+        return found
+
     def result_files(self) -> set[str]:
         return {str(row[0]) for row in self._db.execute("SELECT result_file FROM actions WHERE result_file IS NOT NULL")}
 
@@ -401,6 +416,7 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
     actions_s: float = 7 * 86_400.0  # results of actions, beyond the life of their sandbox
     commands: int = 10_000  # ended ones, known by their process ids
     events: int = 100_000
+    results_bytes: int = 4 << 30  # large results of actions; beyond that the oldest keep everything but their output
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -457,7 +457,7 @@ class Node:
         try:
             for sandbox_id in self.journal.prune(self.clock.time(), self._retention):
                 self.boxes.pop(sandbox_id, None)
-            self.spawn(self.actions.clear_orphans())
+            self.spawn(self.actions.trim(self._retention.results_bytes))
         except Unavailable as error:
             self.log.error("journal.not_pruned", reason=str(error))
         self._prune_timer = asyncio.get_running_loop().call_later(PRUNE_S, self.prune)

@@ -18,6 +18,7 @@ from opendsec.api.errors import Unavailable
 from opendsec.api.exec import ExecResult, ProcessInfo
 from opendsec.api.sandboxes import CreateResponse, Slot
 from opendsec.edge import lifecycle
+from opendsec.edge.actions import COMMANDS
 from opendsec.edge.box import Box, Template
 from opendsec.edge.commands import UNKNOWN
 from opendsec.edge.journal import ActionRow
@@ -97,7 +98,7 @@ def _outcome(node: Node, row: ActionRow) -> bytes:
     if row.kind == "create":
         return msgspec.json.encode(CreateResponse(tuple(_slot(node, sandbox_id) for sandbox_id in row.detail.split())))
     lost = ExecResult(outcome="unknown", process_id=row.detail, action_id=row.action_id, message=UNKNOWN)
-    if row.kind in ("run", "stream", "session_run"):
+    if row.kind in COMMANDS:
         return msgspec.json.encode(lost)
     if row.kind == "start":
         return msgspec.json.encode(

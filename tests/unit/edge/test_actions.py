@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from opendsec.api.errors import Conflict, Internal, NotFound, Unavailable
+from opendsec.api.exec import Captured, ExecResult
 from opendsec.api.files import Written
 from opendsec.edge.actions import INLINE_BYTES, Action, Actions, request_digest
 from opendsec.edge.journal import Journal
@@ -34,6 +35,9 @@ class Kit:
         self.ran += 1
         await asyncio.sleep(0)
         return Written(self.ran)
+
+    async def never(self, action: Action[ExecResult]) -> ExecResult:
+        raise AssertionError("it ran again")
 
 
 @pytest.fixture
@@ -160,6 +164,31 @@ async def test_large_results_have_a_file(kit: Kit) -> None:
     file.unlink()
     with pytest.raises(Internal, match="cannot be read"):
         await once()
+
+
+async def test_old_large_results_lose_their_output_not_themselves(kit: Kit) -> None:
+    results = []
+    for number in range(3):
+        output = bytes([number]) * INLINE_BYTES
+        result = ExecResult(outcome="exited", exit_code=number, process_id="p", stdout=Captured(output, b"", len(output)))
+        results.append(result)
+
+        async def work(action: Action[ExecResult], result: ExecResult = result) -> ExecResult:
+            action.begin("", 1.0)
+            return result
+
+        await kit.actions.once(f"a{number}", work, result=ExecResult, kind="run", digest=lambda: b"")
+    (largest,) = {file.stat().st_size for file in kit.results.iterdir()}
+    await kit.actions.trim(largest)
+
+    async def again(number: int) -> ExecResult:
+        return await kit.actions.once(f"a{number}", kit.never, result=ExecResult, kind="run", digest=lambda: b"")
+
+    assert await again(2) == results[2]
+    trimmed = await again(0)
+    assert (trimmed.exit_code, trimmed.stdout) == (0, Captured(total_bytes=INLINE_BYTES)) and trimmed.stdout.truncated
+    assert "given up" in trimmed.message
+    assert len(list(kit.results.iterdir())) == 1
 
 
 async def test_close_waits_for_what_ends_and_cuts_what_may_not(kit: Kit) -> None:
