@@ -72,6 +72,8 @@ class App:
             raise CutOff from error  # too late for a status
         if request is None:
             request = Request(ROUTES["INFO"], (), {}, receive, None, self._local)
+        elif error.field is None and error.status < 500:
+            error.field = _subject(request)
         keep = await request.swallow()
         await _send_json(send, error.status, wire.encode_error(error), close=not keep)
 
@@ -137,6 +139,12 @@ class App:
         if not working.cancelled():
             return working.result()
         raise Disconnected if left else Unavailable("the edge is stopping")
+
+
+def _subject(request: Request) -> str:
+    """What a request is about, for errors that concern no single field: the last thing its path names, or its body."""
+    names = [part[1:-1] for part in request.route.path.split("/") if part.startswith("{")]
+    return names[-1] if names else "body"
 
 
 def _part(data: bytes) -> Message:

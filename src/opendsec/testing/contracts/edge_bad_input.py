@@ -256,6 +256,7 @@ def look_at(response: httpx.Response, case: Case) -> None:
     assert response.headers["content-type"] == "application/json"
     error = wire.decode(response.content, wire.ErrorResponse).error
     assert error.code == case.code, error
+    assert error.field, error
     assert len(error.message) > 3 and "Traceback" not in response.text, error
     if case.field is not None:
         assert error.field is not None and error.field.startswith(case.field), error
