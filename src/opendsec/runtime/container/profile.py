@@ -50,7 +50,10 @@ REFUSED = (
     Refusal(("mbind", "set_mempolicy", "get_mempolicy", "move_pages", "migrate_pages", "set_mempolicy_home_node"), "NUMA placement"),
     Refusal(("kcmp",), "tells kernel pointers apart"),
     Refusal(("memfd_secret",), "memory that neither the accounting nor a snapshot can see", ENOSYS),
-    Refusal(("file_setattr",), "as FS_IOC_FSSETXATTR below"),
+    Refusal(("file_getattr", "file_setattr"), "as FS_IOC_FSSETXATTR below, which also reads", ENOSYS),
+    Refusal(("pidfd_getfd", "process_madvise"), "reach into other processes"),
+    Refusal(("sethostname", "setdomainname"), "the name is given at creation"),
+    Refusal(("lsm_get_self_attr", "lsm_set_self_attr", "lsm_list_modules"), "security labels are the host's", ENOSYS),
     Refusal(("io_setup",), "counts against one limit of the whole machine, fs.aio-max-nr, so one sandbox could leave nobody any", ENOSYS),
     Refusal(
         ("afs_syscall", "getpmsg", "putpmsg", "security", "tuxcall", "vserver", "epoll_ctl_old", "epoll_wait_old", "uprobe", "uretprobe"),
