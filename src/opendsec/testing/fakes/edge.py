@@ -14,77 +14,31 @@ import asyncio
 import os
 import shlex
 import shutil
-import stat
-import tarfile
 import tempfile
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from types import TracebackType
-from urllib.parse import unquote_to_bytes
 
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from opendsec.api import exec as x
-from opendsec.api import files as f
-from opendsec.api import images as i
 from opendsec.api import sandboxes as s
 from opendsec.api import wire
-from opendsec.api.errors import Conflict, InvalidRequest, NotFound, OpenDSecError, QuotaExceeded, Unauthorized, Unavailable
+from opendsec.api.errors import Conflict, NotFound, OpenDSecError, QuotaExceeded, Unauthorized, Unavailable
 from opendsec.api.ids import EDGE, SANDBOX, SESSION, check_action_id, new_id
 from opendsec.api.routes import ROUTES
-from opendsec.api.spec import CreateRequest, check_integer, check_path, check_user
+from opendsec.api.spec import CreateRequest, check_integer
+from opendsec.testing.fakes.edge_files import FileRoutes
+from opendsec.testing.fakes.edge_images import ImageRoutes
+from opendsec.testing.fakes.edge_parts import FakeBox, FakeSession, Handler, json_answer, lines_answer, query_of
 from opendsec.testing.fakes.hostrun import FakeProcess, FakeShell
-
-Handler = Callable[[Request], Awaitable[Response]]
-NDJSON = "application/x-ndjson"
-KINDS: dict[int, f.FileKind] = {
-    stat.S_IFREG: "file",
-    stat.S_IFDIR: "directory",
-    stat.S_IFLNK: "symlink",
-    stat.S_IFIFO: "fifo",
-    stat.S_IFSOCK: "socket",
-    stat.S_IFCHR: "character_device",
-    stat.S_IFBLK: "block_device",
-}
-
-
-class FakeSession:
-    def __init__(self, shell: FakeShell) -> None:
-        self.shell = shell
-        self.actions: dict[str, tuple[bytes, asyncio.Task[x.ExecResult]]] = {}
-
-
-class FakeBox:
-    """One sandbox: a directory, its commands, its shells, and what was done under which action id."""
-
-    def __init__(self, info: s.SandboxInfo, root: Path, env: dict[str, str]) -> None:
-        self.info = info
-        self.root = root
-        self.env = env
-        self.processes: dict[str, FakeProcess] = {}
-        self.sessions: dict[str, FakeSession] = {}
-        self.actions: dict[str, tuple[bytes, FakeProcess]] = {}
-        self.writes: dict[str, f.Written] = {}
-        self.watchers: dict[bytes, set[asyncio.Queue[f.WatchEvent]]] = {}
-
-    def path(self, raw: bytes) -> bytes:
-        return os.fsencode(self.root) + b"/" + raw.lstrip(b"/")
-
-    def tell(self, raw: bytes, kind: str) -> None:
-        """Tell who watches the directory of `raw`."""
-        folder, name = os.path.split(raw.rstrip(b"/"))
-        event = msgspec.convert(
-            {"kind": kind, "name": name.decode("utf-8", "replace"), "raw_name": name}, f.WatchEvent, builtin_types=(bytes,)
-        )
-        for queue in self.watchers.get(folder.rstrip(b"/"), ()):
-            queue.put_nowait(event)
 
 
 class FakeEdge:
@@ -96,8 +50,7 @@ class FakeEdge:
         self.edge_id = new_id(EDGE)
         self.boxes: dict[str, FakeBox] = {}
         self.gone: dict[str, s.SandboxInfo] = {}
-        self.images = {name: _image(name, ()) for name in images}
-        self.layers: dict[str, i.LayerInfo] = {}
+        self.images = ImageRoutes(images)
         self.requests: list[str] = []  # names of the routes that were called, in order
         self.failures: list[tuple[str, OpenDSecError]] = []  # what the next calls of a route raise instead of doing their work
         self._draining = False
@@ -112,8 +65,9 @@ class FakeEdge:
     # --- serving
 
     def app(self) -> Starlette:
+        handlers = {**FileRoutes(self._box).handlers(), **self.images.handlers()}
         routes = [
-            Route(route.path, self._guarded(name, getattr(self, f"_{name.lower()}")), methods=[route.method])
+            Route(route.path, self._guarded(name, handlers.get(name) or getattr(self, f"_{name.lower()}")), methods=[route.method])
             for name, route in sorted(ROUTES.items(), key=lambda item: item[1].path.count("{"))
         ]
         return Starlette(routes=routes)
@@ -189,15 +143,15 @@ class FakeEdge:
         return sum(box.info.limits.memory_bytes for box in self.boxes.values())
 
     async def _info(self, request: Request) -> Response:
-        return _json(self._edge_info())
+        return json_answer(self._edge_info())
 
     async def _capabilities(self, request: Request) -> Response:
         can = (s.Capability(name="exec", available=True), s.Capability(name="isolation", available=False, reason="this is a fake"))
         feature = s.Feature(name="fake", present=True, needed_for="tests", without_it="no tests")
-        return _json(s.Capabilities(backends={"container": can}, features=(feature,)))
+        return json_answer(s.Capabilities(backends={"container": can}, features=(feature,)))
 
     async def _events(self, request: Request) -> Response:
-        query = _query(request)
+        query = query_of(request)
         after, follow, only = int(query.get("after", b"0")), query.get("follow") == b"1", query.get("sandbox_id", b"").decode()
 
         async def lines() -> AsyncGenerator[s.Event, None]:
@@ -212,16 +166,16 @@ class FakeEdge:
                     return
                 await happened.wait()
 
-        return _lines(lines())
+        return lines_answer(lines())
 
     async def _drain(self, request: Request) -> Response:
         self._draining = True
-        return _json(self._edge_info())
+        return json_answer(self._edge_info())
 
     async def _shutdown(self, request: Request) -> Response:
-        if _query(request).get("kill") == b"1":
+        if query_of(request).get("kill") == b"1":
             await self._close()
-        return _json(self._edge_info())
+        return json_answer(self._edge_info())
 
     # --- sandboxes
 
@@ -234,12 +188,12 @@ class FakeEdge:
             before, answer = self._creates[asked.action_id]
             if before != raw:
                 raise Conflict("this action id was used for another request", field="action_id")
-            return _json(answer)
+            return json_answer(answer)
         if self._draining:
             raise Unavailable("the edge is draining")
-        if asked.spec.image not in self.images:
+        if asked.spec.image not in self.images.images:
             raise NotFound(f"no image {asked.spec.image!r}", field="image")
-        digests = self._digests(asked.spec.layers)
+        digests = self.images.digests(asked.spec.layers)
         slots = []
         for _ in range(asked.count):
             if self._promised() + limits.memory_bytes > self.memory_limit_bytes:
@@ -254,36 +208,36 @@ class FakeEdge:
                 backend="container",
                 state="running",
                 image=asked.spec.image,
-                layers=(*self.images[asked.spec.image].layers, *digests),
+                layers=(*self.images.images[asked.spec.image].layers, *digests),
                 limits=limits,
                 labels=asked.spec.labels,
                 created_at=time.time(),
                 spec=asked.spec,
             )
-            self.boxes[box_id] = FakeBox(info, root, {**self.images[asked.spec.image].config.env, **asked.spec.env})
+            self.boxes[box_id] = FakeBox(info, root, {**self.images.images[asked.spec.image].config.env, **asked.spec.env})
             self._emit("sandbox.created", box_id)
             slots.append(s.Slot(sandbox=info))
         answer = s.CreateResponse(slots=tuple(slots))
         if asked.action_id is not None:
             self._creates[asked.action_id] = (raw, answer)
-        return _json(answer)
+        return json_answer(answer)
 
     async def _list(self, request: Request) -> Response:
-        label = _query(request).get("label", b"").decode()
+        label = query_of(request).get("label", b"").decode()
         key, _, value = label.partition("=")
         infos = [box.info for box in self.boxes.values()]
-        return _json(s.SandboxList(sandboxes=tuple(info for info in infos if not label or info.labels.get(key) == value)))
+        return json_answer(s.SandboxList(sandboxes=tuple(info for info in infos if not label or info.labels.get(key) == value)))
 
     async def _get(self, request: Request) -> Response:
-        return _json(self.gone.get(str(request.path_params["sandbox_id"])) or self._box(request).info)
+        return json_answer(self.gone.get(str(request.path_params["sandbox_id"])) or self._box(request).info)
 
     async def _usage(self, request: Request) -> Response:
         box = self._box(request)
-        return _json(s.Usage(memory_bytes=1 << 20, pids=1 + sum(process.result is None for process in box.processes.values())))
+        return json_answer(s.Usage(memory_bytes=1 << 20, pids=1 + sum(process.result is None for process in box.processes.values())))
 
     async def _kill(self, request: Request) -> Response:
         gone = self.gone.get(str(request.path_params["sandbox_id"]))
-        return _json(gone or await self._end(self._box(request)))
+        return json_answer(gone or await self._end(self._box(request)))
 
     async def _end(self, box: FakeBox) -> s.SandboxInfo:
         self.boxes.pop(box.info.id, None)
@@ -322,17 +276,17 @@ class FakeEdge:
         process = await self._launch(request)
         await process.ended.wait()
         assert process.result is not None
-        return _json(process.result)
+        return json_answer(process.result)
 
     async def _stream(self, request: Request) -> Response:
         process = await self._launch(request)
-        return _lines(process.events({"stdout": 0, "stderr": 0}))
+        return lines_answer(process.events({"stdout": 0, "stderr": 0}))
 
     async def _start(self, request: Request) -> Response:
-        return _json((await self._launch(request)).info())
+        return json_answer((await self._launch(request)).info())
 
     async def _processes(self, request: Request) -> Response:
-        return _json(x.ProcessList(processes=tuple(process.info() for process in self._box(request).processes.values())))
+        return json_answer(x.ProcessList(processes=tuple(process.info() for process in self._box(request).processes.values())))
 
     def _process_of(self, request: Request) -> FakeProcess:
         process = self._box(request).processes.get(str(request.path_params["process_id"]))
@@ -341,17 +295,17 @@ class FakeEdge:
         return process
 
     async def _process(self, request: Request) -> Response:
-        return _json(self._process_of(request).info())
+        return json_answer(self._process_of(request).info())
 
     async def _wait(self, request: Request) -> Response:
         process = self._process_of(request)
         await process.ended.wait()
         assert process.result is not None
-        return _json(process.result)
+        return json_answer(process.result)
 
     async def _attach(self, request: Request) -> Response:
-        query = _query(request)
-        return _lines(
+        query = query_of(request)
+        return lines_answer(
             self._process_of(request).events(
                 {"stdout": int(query.get("stdout_offset", b"0")), "stderr": int(query.get("stderr_offset", b"0"))}
             )
@@ -361,7 +315,7 @@ class FakeEdge:
         process = self._process_of(request)
         if data := await request.body():
             await process.feed(data)
-        if _query(request).get("close") == b"1":
+        if query_of(request).get("close") == b"1":
             process.close_stdin()
         return Response(status_code=204)
 
@@ -370,12 +324,12 @@ class FakeEdge:
         asked.check()
         process = self._process_of(request)
         process.signal(asked.signal, tree=asked.tree)
-        return _json(process.info())
+        return json_answer(process.info())
 
     async def _resize(self, request: Request) -> Response:
         process = self._process_of(request)
         process.resize(wire.decode(await request.body(), x.Pty))
-        return _json(process.info())
+        return json_answer(process.info())
 
     # --- sessions
 
@@ -389,7 +343,7 @@ class FakeEdge:
         await shell.start(Path(os.fsdecode(box.path((asked.cwd or "/").encode()))), {**box.env, **asked.env})
         session_id = new_id(SESSION)
         box.sessions[session_id] = FakeSession(shell)
-        return _json(x.SessionInfo(id=session_id, sandbox_id=box.info.id, state="open"))
+        return json_answer(x.SessionInfo(id=session_id, sandbox_id=box.info.id, state="open"))
 
     def _session_of(self, request: Request) -> FakeSession:
         session = self._box(request).sessions.get(str(request.path_params["session_id"]))
@@ -407,7 +361,7 @@ class FakeEdge:
         )
 
     async def _session(self, request: Request) -> Response:
-        return _json(self._session_info(request))
+        return json_answer(self._session_info(request))
 
     async def _session_run(self, request: Request) -> Response:
         session = self._session_of(request)
@@ -415,214 +369,17 @@ class FakeEdge:
         asked = wire.decode(raw, x.SessionRun)
         asked.check()
         if asked.action_id is None:
-            return _json(await session.shell.run(asked))
+            return json_answer(await session.shell.run(asked))
         if asked.action_id not in session.actions:
             session.actions[asked.action_id] = (raw, asyncio.ensure_future(session.shell.run(asked)))
         before, running = session.actions[asked.action_id]
         if before != raw:
             raise Conflict("this action id was used for another request", field="action_id")
-        return _json(await asyncio.shield(running))
+        return json_answer(await asyncio.shield(running))
 
     async def _session_close(self, request: Request) -> Response:
         await self._session_of(request).shell.close()
-        return _json(self._session_info(request))
-
-    # --- files
-
-    async def _read(self, request: Request) -> Response:
-        box, query = self._box(request), _query(request)
-        path = box.path(_path(query))
-        with _files():
-            if os.path.isdir(path):
-                raise Conflict("is a directory", field="path")
-            with open(path, "rb") as file:
-                file.seek(int(query.get("offset", b"0")))
-                data = file.read(int(query["length"]) if "length" in query else -1)
-        return Response(data, media_type="application/octet-stream")
-
-    async def _write(self, request: Request) -> Response:
-        box, query = self._box(request), _query(request)
-        raw, action_id = _path(query), query.get("action_id", b"").decode()
-        check_user(query.get("user", b"").decode(), "user")
-        if action_id and check_action_id(action_id) in box.writes:
-            return _json(box.writes[action_id])
-        path, data = box.path(raw), await request.body()
-        with _files():
-            if query.get("parents") == b"1":
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-            if os.path.isdir(path):
-                raise Conflict("is a directory", field="path")
-            existed = os.path.exists(path)
-            with open(path, "ab" if query.get("append") == b"1" else "wb") as file:
-                file.write(data)
-            if "mode" in query and not existed:
-                os.chmod(path, int(query["mode"], 8))
-            written = f.Written(size_bytes=os.path.getsize(path))
-        box.tell(raw, "modified" if existed else "created")
-        if action_id:
-            box.writes[action_id] = written
-        return _json(written)
-
-    async def _stat(self, request: Request) -> Response:
-        query = _query(request)
-        return _json(_file_info(self._box(request).path(_path(query)), follow=query.get("follow") != b"0"))
-
-    async def _list_files(self, request: Request) -> Response:
-        path = self._box(request).path(_path(_query(request)))
-        with _files():
-            names = sorted(os.listdir(path))
-        return _json(f.FileList(entries=tuple(_file_info(os.path.join(path, name), follow=False) for name in names)))
-
-    async def _mkdir(self, request: Request) -> Response:
-        box, query = self._box(request), _query(request)
-        raw = _path(query)
-        path = box.path(raw)
-        with _files():
-            if query.get("parents") == b"1":
-                os.makedirs(path, exist_ok=True)
-            else:
-                os.mkdir(path)
-            if "mode" in query:
-                os.chmod(path, int(query["mode"], 8))
-        box.tell(raw, "created")
-        return _json(_file_info(path))
-
-    async def _move(self, request: Request) -> Response:
-        box, query = self._box(request), _query(request)
-        raw, to = _path(query), _path(query, "to")
-        with _files():
-            os.rename(box.path(raw), box.path(to))
-        box.tell(raw, "moved_from")
-        box.tell(to, "moved_to")
-        return _json(_file_info(box.path(to), follow=False))
-
-    async def _remove(self, request: Request) -> Response:
-        box, query = self._box(request), _query(request)
-        raw = _path(query)
-        path = box.path(raw)
-        with _files():
-            if stat.S_ISDIR(os.lstat(path).st_mode):
-                shutil.rmtree(path) if query.get("recursive") == b"1" else os.rmdir(path)
-            else:
-                os.unlink(path)
-        box.tell(raw, "deleted")
-        return Response(status_code=204)
-
-    async def _chmod(self, request: Request) -> Response:
-        query = _query(request)
-        path = self._box(request).path(_path(query))
-        with _files():
-            if "mode" in query:
-                os.chmod(path, int(query["mode"], 8))
-        return _json(_file_info(path))
-
-    async def _download(self, request: Request) -> Response:
-        path = self._box(request).path(_path(_query(request)))
-        with _files():
-            names = sorted(os.listdir(path))
-        with tempfile.TemporaryFile() as spool:
-            with tarfile.open(fileobj=spool, mode="w", format=tarfile.PAX_FORMAT) as tar:
-                for name in names:
-                    tar.add(os.fsdecode(os.path.join(path, name)), arcname=os.fsdecode(name))
-            spool.seek(0)
-            return Response(spool.read(), media_type="application/x-tar")
-
-    async def _upload(self, request: Request) -> Response:
-        path = self._box(request).path(_path(_query(request)))
-        total = 0
-        with tempfile.TemporaryFile() as spool:
-            async for chunk in request.stream():
-                spool.write(chunk)
-            spool.seek(0)
-            with _files():
-                os.makedirs(path, exist_ok=True)
-                try:
-                    with tarfile.open(fileobj=spool, mode="r:") as tar:
-                        total = sum(member.size for member in tar if member.isfile())
-                        tar.extractall(os.fsdecode(path), filter="tar")
-                except tarfile.TarError as error:
-                    raise InvalidRequest(f"is not a tar stream: {error}", field="body") from None
-        return _json(f.Written(size_bytes=total))
-
-    async def _watch(self, request: Request) -> Response:
-        box, raw = self._box(request), _path(_query(request))
-        if not os.path.isdir(box.path(raw)):
-            raise NotFound("no such directory", field="path")
-
-        async def lines() -> AsyncGenerator[f.WatchEvent, None]:
-            queue: asyncio.Queue[f.WatchEvent] = asyncio.Queue()
-            watchers = box.watchers.setdefault(raw.rstrip(b"/"), set())
-            watchers.add(queue)
-            try:
-                yield f.WatchEvent(kind="ready")
-                while True:
-                    yield await queue.get()
-            finally:
-                watchers.discard(queue)
-
-        return _lines(lines())
-
-    # --- images
-
-    def _image_list(self) -> i.ImageList:
-        return i.ImageList(images=tuple(self.images.values()), layers=tuple(self.layers.values()))
-
-    async def _images(self, request: Request) -> Response:
-        return _json(self._image_list())
-
-    async def _image_build(self, request: Request) -> Response:
-        asked = wire.decode(await request.body(), i.BuildRequest)
-        if isinstance(asked.source, i.DirectorySource) and not os.path.isdir(asked.source.path):
-            raise InvalidRequest("no such directory", field="source.path")
-
-        async def lines() -> AsyncGenerator[i.BuildEvent, None]:
-            yield i.BuildEvent(kind="step", message="packing")
-            yield i.BuildEvent(kind="progress", done=1, total=1)
-            if asked.name == "broken":
-                yield i.BuildEvent(kind="failed", message="it is broken")
-                return
-            label = f"{asked.kind}:{asked.name}@{asked.version}"
-            digest = "sha256:" + label.encode().hex().ljust(64, "0")[:64]
-            layer = i.LayerInfo(digest=digest, kind=asked.kind, names=(label,), meta_bytes=1, data_bytes=1, created_at=time.time())
-            self.layers[digest] = layer
-            image = None
-            if asked.kind == "base":
-                image = self.images[asked.name] = _image(asked.name, (digest,), asked.config)
-            yield i.BuildEvent(kind="done", image=image, layer=layer)
-
-        return _lines(lines())
-
-    def _digests(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        known = {name: layer.digest for layer in self.layers.values() for name in (*layer.names, layer.digest)}
-        for name in names:
-            if name not in known:
-                raise NotFound(f"no layer {name!r}", field="layers")
-        return tuple(known[name] for name in names)
-
-    async def _image_compose(self, request: Request) -> Response:
-        asked = wire.decode(await request.body(), i.ComposeRequest)
-        base = self.images.get(asked.base)
-        if base is None:
-            raise NotFound(f"no image {asked.base!r}", field="base")
-        layers = (*base.layers, *self._digests(asked.layers))
-        self.images[asked.name] = _image(asked.name, layers, asked.config or base.config)
-        return _json(self.images[asked.name])
-
-    async def _image_remove(self, request: Request) -> Response:
-        name = _query(request).get("name", b"").decode()
-        if name not in self.images:
-            raise NotFound(f"no image {name!r}", field="name")
-        del self.images[name]
-        return _json(self._image_list())
-
-    async def _image_gc(self, request: Request) -> Response:
-        used = {digest for image in self.images.values() for digest in image.layers}
-        unused = tuple(digest for digest in self.layers if digest not in used)
-        dry_run = _query(request).get("dry_run") == b"1"
-        if not dry_run:
-            for digest in unused:
-                del self.layers[digest]
-        return _json(i.Collected(digests=unused, freed_bytes=2 * len(unused), dry_run=dry_run))
+        return json_answer(self._session_info(request))
 
 
 class _Server(uvicorn.Server):
@@ -640,63 +397,3 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         await self._cleanup()
         await super().shutdown()
-
-
-class _files:
-    """Turns OSError into what the contract says."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, (FileNotFoundError, NotADirectoryError)):
-            raise NotFound(error.strerror or "not found", field="path") from None
-        if isinstance(error, OSError):
-            raise Conflict(error.strerror or str(error), field="path") from None
-
-
-def _query(request: Request) -> dict[str, bytes]:
-    """Query parameters as raw bytes: names of files need not be text."""
-    raw: bytes = request.scope["query_string"]
-    pairs = (part.partition(b"=") for part in raw.split(b"&") if part)
-    return {key.decode("ascii"): unquote_to_bytes(value.replace(b"+", b" ")) for key, _, value in pairs}
-
-
-def _path(query: dict[str, bytes], name: str = "path") -> bytes:
-    raw = query.get(name, b"")
-    check_path(raw.decode("utf-8", "surrogateescape"), name)
-    return raw
-
-
-def _file_info(path: bytes, *, follow: bool = True) -> f.FileInfo:
-    with _files():
-        info = os.stat(path, follow_symlinks=follow)
-        target = os.readlink(path) if stat.S_ISLNK(info.st_mode) else None
-    raw = os.path.basename(path.rstrip(b"/"))
-    return f.FileInfo(
-        name=raw.decode("utf-8", "replace"),
-        raw_name=raw,
-        kind=KINDS[stat.S_IFMT(info.st_mode)],
-        size_bytes=info.st_size,
-        mode=stat.S_IMODE(info.st_mode),
-        uid=0,
-        gid=0,
-        modified_at=info.st_mtime,
-        target=target,
-    )
-
-
-def _image(name: str, layers: tuple[str, ...], config: i.ImageConfig | None = None) -> i.ImageInfo:
-    return i.ImageInfo(name=name, layers=layers, config=config or i.ImageConfig(), size_bytes=0, created_at=time.time())
-
-
-def _json(value: msgspec.Struct) -> Response:
-    return Response(wire.encode(value), media_type="application/json")
-
-
-def _lines(items: AsyncIterator[msgspec.Struct]) -> Response:
-    async def encoded() -> AsyncGenerator[bytes, None]:
-        async for item in items:
-            yield wire.encode(item) + b"\n"
-
-    return StreamingResponse(encoded(), media_type=NDJSON)
