@@ -17,7 +17,7 @@ Import this package for everything a program needs: `Client`, the spec of a sand
 #     images    layers and images: store, build, mount                                        msgspec
 #     runtime   what runs a sandbox: one interface, its backends, the spawner's client        msgspec
 #     observe   events, logs, metrics                                                         msgspec, structlog
-#     edge      the daemon: lifecycle, admission, journal, reconcile, server                  Starlette, uvicorn, structlog
+#     edge      the daemon: lifecycle, admission, journal, reconcile, server                  msgspec, uvicorn, structlog
 #     client    SDK and command line; meets the edge on the wire only                         httpx, Typer, Rich
 #     testing   contract suites and fakes: may import all, nothing imports it
 #

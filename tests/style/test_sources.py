@@ -27,7 +27,7 @@ THIRD_PARTY = {
     "images": {"msgspec"},
     "runtime": {"msgspec"},
     "observe": {"msgspec", "structlog"},
-    "edge": {"msgspec", "starlette", "uvicorn", "uvloop", "httptools", "structlog"},
+    "edge": {"msgspec", "uvicorn", "uvloop", "httptools", "structlog"},
     "client": {"msgspec", "httpx", "typer", "click", "rich"},
     "testing": {"msgspec", "httpx", "starlette", "uvicorn", "pytest", "hypothesis"},
 }
