@@ -17,7 +17,7 @@ import asyncio
 import itertools
 import json
 import os
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -295,8 +295,8 @@ class Node:
         self._slots = itertools.cycle(range(256))
         self.wait(self.backend.start())
 
-    def wait(self, coroutine: Coroutine[object, object, T]) -> T:
-        return self.loop.run_until_complete(asyncio.wait_for(coroutine, TIMEOUT_S))
+    def wait(self, awaitable: Awaitable[T]) -> T:
+        return self.loop.run_until_complete(asyncio.wait_for(awaitable, TIMEOUT_S))
 
     @property
     def spawner(self) -> Spawner:

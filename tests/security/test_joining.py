@@ -99,7 +99,7 @@ def test_t09_a_newborn_command_shows_nothing_of_the_host(node: Node, box: Box, s
     (newborn,) = (entries for entries in seen.values() if entries["comm"] == "dsec-spawner\n")
     assert newborn["cmdline"].rstrip("\0") == "dsec-spawner"
     assert newborn["mountinfo"] == newborn["mounts"] == ""
-    assert newborn["net/route"].count("\n") == 1  # the heading
+    assert newborn["net/route"].count("\n") <= 1  # the heading
     assert [line.split()[0] for line in newborn["net/dev"].splitlines()[2:]] == ["lo:"]
     for entry, text in newborn.items():
         assert not [word for word in sentinels if word in text], entry
