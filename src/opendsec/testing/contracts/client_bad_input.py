@@ -223,3 +223,16 @@ async def check_case(name: str, setup: Setup) -> None:
         assert {one.id for one in await client.list()} == before
         assert (await box.run("true")).ok
         assert [entry.name for entry in await box.files.list(WORK)] == []
+
+
+async def check_every_case(setup: Setup) -> None:
+    """All of them on one edge. Raises an ExceptionGroup with a note that names each case that failed."""
+    failed: list[Exception] = []
+    for name in CASES:
+        try:
+            await check_case(name, setup)
+        except Exception as error:
+            error.add_note(f"the case: {name}")
+            failed.append(error)
+    if failed:
+        raise ExceptionGroup(f"{len(failed)} of {len(CASES)} cases", failed)
