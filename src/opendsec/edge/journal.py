@@ -207,6 +207,8 @@ class Journal:
             self._depth += 1
             try:
                 yield
+            except sqlite3.OperationalError as error:
+                raise Unavailable(f"the journal cannot be written: {error}") from error
             finally:
                 self._depth -= 1
             return
@@ -361,10 +363,8 @@ class Journal:
 
     def add_events(self, events: Iterable[Event]) -> None:
         rows = [(event.seq, event.at, event.kind, event.sandbox_id, msgspec.json.encode(event.data)) for event in events]
-        try:
+        with self.transaction():
             self._db.executemany("INSERT INTO events VALUES (?, ?, ?, ?, ?)", rows)
-        except sqlite3.OperationalError as error:
-            raise Unavailable(f"the journal cannot be written: {error}") from error
 
     def events(self, *, after: int = 0, sandbox_id: str | None = None, limit: int = 1000) -> list[Event]:
         """Stored events with a number above `after`, in order, at most `limit`."""

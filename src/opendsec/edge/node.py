@@ -139,6 +139,7 @@ class Node:
             self._flush_timer.cancel()
             self._flush_timer = None
         dirty, self._dirty = self._dirty, set()
+        lost = self.events.store_failures
         try:
             with self.journal.transaction():
                 for box in dirty:
@@ -151,6 +152,8 @@ class Node:
             self.log.error("journal.not_written", reason=str(error))
             self._dirty |= dirty
             self.flush_soon()
+        if self.events.store_failures > lost:
+            self.log.error("events.not_stored", count=self.events.store_failures - lost)
         if self.journal.checkpoint_due():
             self.spawn(self._checkpoint())
 

@@ -70,7 +70,13 @@ class FileRoutes:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _call(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        """In a thread. A cancelled caller waits for its end all the same: what it works on is closed next."""
+        future = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait((future,))
+            raise
 
     @contextlib.contextmanager
     def _files(self, request: Request) -> Iterator[tuple[Box, FileAccess]]:
@@ -195,26 +201,25 @@ class FileRoutes:
         return Written(written.size_bytes)
 
     async def _write(self, request: Request, content: Hash | None, open_writer: Callable[[], FileWriter]) -> int:
-        writer: FileWriter | None = None
+        opened: list[FileWriter] = []  # filled in the thread, so that a cancellation in between does not lose it
+
+        def step(piece: bytes) -> None:
+            if not opened:
+                opened.append(open_writer())
+            opened[0].write(piece)
+            if content is not None:
+                content.update(piece)
+
         try:
-            async for piece in _gather(request.chunks()):
-
-                def step(writer: FileWriter | None = writer, piece: bytes = piece) -> FileWriter:
-                    writer = writer or open_writer()
-                    try:
-                        writer.write(piece)
-                        if content is not None:
-                            content.update(piece)
-                    except BaseException:
-                        writer.abort()
-                        raise
-                    return writer
-
-                writer = await self._call(step)
-            return await self._call(lambda: (writer or open_writer()).commit())
+            async with contextlib.aclosing(_gather(request.chunks())) as pieces:
+                async for piece in pieces:
+                    await self._call(partial(step, piece))
+            if not opened:
+                await self._call(partial(step, b""))
+            return await self._call(opened[0].commit)
         except BaseException:
-            if writer is not None:
-                await self._call(writer.abort)
+            if opened:
+                await self._call(opened[0].abort)
             raise
 
     # --- trees -----------------------------------------------------------------------------------------------------------

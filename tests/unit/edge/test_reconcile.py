@@ -23,7 +23,7 @@ def commands(world: World) -> Commands:
 async def test_running_sandboxes_are_adopted(world: World, node: Node) -> None:
     before = await create(node, 3, ttl_s=100, labels={"a": "b"})
     node = await world.restart()
-    after = [node.box(one.id).info() for one in before]
+    after = [node.box(one.id).info(full=False) for one in before]
     assert after == before
     assert node.promised.sandboxes == 3
     assert world.clock.pending() == [before[0].expires_at] * 3

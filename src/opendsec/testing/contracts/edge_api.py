@@ -107,11 +107,12 @@ class Edge:
 
             yield items()
 
-    async def wait_event(self, kind: str, sandbox_id: str) -> Event:
-        """The first event of this kind about the sandbox, past or to come."""
+    async def wait_event(self, kind: str, sandbox_id: str, *, count: int = 1) -> Event:
+        """The first event of this kind about the sandbox, or the `count`-th, past or to come."""
         async with self.lines(Event, "GET", f"/v1/events?follow=1&sandbox_id={sandbox_id}") as events:
             async for event in events:
-                if event.kind == kind:
+                count -= event.kind == kind
+                if not count:
                     return event
         raise AssertionError(f"no {kind}")
 
@@ -379,11 +380,10 @@ async def a_kill_ends_what_runs(edge: Edge) -> None:
         info = await edge.call(ProcessInfo, "POST", f"{box}/processes", {"argv": ["sleep", "1000"]})
         waiting = asyncio.ensure_future(edge.client.get(f"{box}/processes/{info.id}/wait"))
         running = asyncio.ensure_future(edge.run(box, "sleep 1000"))
-        await edge.wait_event("exec.started", box_id(box))
-        while len((await edge.call(ProcessList, "GET", f"{box}/processes")).processes) < 2:
-            await asyncio.sleep(0)
+        await edge.wait_event("exec.started", box_id(box), count=2)
         await edge.client.delete(box)
-        assert (await running).outcome == "killed"
+        result = await running
+        assert result.outcome == "killed", result
         assert wire.decode((await waiting).content, ExecResult).outcome == "killed"
         error = await edge.refuse(409, "POST", f"{box}/run", {"argv": ["true"]})
         assert (error.code, error.data["state"]) == ("conflict", "stopped")
