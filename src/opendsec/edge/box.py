@@ -15,6 +15,7 @@ from opendsec.edge.admission import Promise
 from opendsec.edge.clock import Timer
 from opendsec.edge.journal import SandboxRow
 from opendsec.edge.processes import ProcessTable
+from opendsec.edge.sessions import SessionTable
 from opendsec.runtime.backend import Handle, Record
 
 
@@ -44,6 +45,7 @@ class Box:
         "promise",
         "record",
         "record_data",
+        "sessions",
         "state",
         "template",
         "template_id",
@@ -62,6 +64,7 @@ class Box:
         self.timer: Timer | None = None
         self.ended_at: float | None = None
         self.commands: ProcessTable | None = None  # made with the first command
+        self.sessions: SessionTable | None = None  # made with the first session
         self.adopted = False  # made by an earlier edge
         self.earlier: dict[str, ProcessInfo] | None = None  # commands that it ran, once somebody asks
         self.ended: asyncio.Future[None] | None = None  # made when somebody waits

@@ -14,8 +14,19 @@ from typing import TypeVar
 import msgspec
 
 from opendsec.api import ids, wire
-from opendsec.api.errors import NotFound, OpenDSecError, Unavailable
-from opendsec.api.exec import Captured, Command, ExecEvent, ExecResult, ProcessInfo, ProcessList, StreamName
+from opendsec.api.errors import Conflict, NotFound, OpenDSecError, Unavailable
+from opendsec.api.exec import (
+    Captured,
+    Command,
+    ExecEvent,
+    ExecResult,
+    ProcessInfo,
+    ProcessList,
+    SessionInfo,
+    SessionRequest,
+    SessionRun,
+    StreamName,
+)
 from opendsec.edge import lifecycle
 from opendsec.edge.actions import Action, request_digest
 from opendsec.edge.box import Box
@@ -23,6 +34,7 @@ from opendsec.edge.journal import CommandRow
 from opendsec.edge.node import Node
 from opendsec.edge.process import Process, summary
 from opendsec.edge.processes import Defaults, Execution, ProcessTable
+from opendsec.edge.sessions import SessionTable
 
 R = TypeVar("R", ExecResult, ProcessInfo)
 UNKNOWN = "the edge ended while the command ran"
@@ -42,6 +54,8 @@ class Commands:
     async def close(self) -> None:
         """After the last request. Commands of living sandboxes are let go, and end unknown."""
         for box in self._node.boxes.values():
+            if box.sessions is not None:
+                box.sessions.close()
             if box.commands is not None:
                 box.commands.close()
         await self.execution.close()
@@ -155,6 +169,72 @@ class Commands:
     def _digest(box: Box, command: Command, kind: str) -> bytes:
         return request_digest(kind, box.id.encode(), wire.encode(command))
 
+    # --- sessions --------------------------------------------------------------------------------------------------------
+
+    def sessions(self, sandbox_id: str) -> tuple[Box, SessionTable]:
+        """Raises NotFound, SandboxLost, Conflict."""
+        box, table = self.table(sandbox_id)
+        if box.sessions is None:
+            box.sessions = SessionTable(table)
+        return box, box.sessions
+
+    async def open_session(self, sandbox_id: str, request: SessionRequest) -> SessionInfo:
+        box, sessions = self.sessions(sandbox_id)
+
+        async def work(action: Action[SessionInfo]) -> SessionInfo:
+            session_id = ids.new_id(ids.SESSION)
+            with self._node.use(box):
+                action.begin(session_id, self._node.clock.time())
+                return await sessions.open(request, session_id=session_id)
+
+        def now(recorded: SessionInfo) -> SessionInfo:
+            try:
+                return sessions.info(recorded.id)
+            except NotFound:
+                return msgspec.structs.replace(recorded, state="closed", message="the edge that held it has ended")
+
+        return await self._node.actions.once(
+            request.action_id,
+            work,
+            result=SessionInfo,
+            kind="session",
+            digest=lambda: request_digest("session", box.id.encode(), wire.encode(request)),
+            sandbox_id=box.id,
+            replay=now,
+        )
+
+    async def run_in_session(self, sandbox_id: str, session_id: str, request: SessionRun) -> ExecResult:
+        box, table = self.table(sandbox_id)
+        _, sessions = self.sessions(sandbox_id)
+
+        async def work(action: Action[ExecResult]) -> ExecResult:
+            info = sessions.info(session_id)
+            if info.state != "open":  # looked at before the intent: a refusal must not become the action's result
+                raise Conflict(f"the session is {info.state}" + (f": {info.message}" if info.message else ""))
+            process_id, now = ids.new_id(ids.PROCESS), self._node.clock.time()
+            journal = self._node.journal
+            with self._node.use(box):
+                with journal.transaction():
+                    journal.begin_command(process_id, box.id, "session", request.action_id, summary(Command(shell=request.shell)), now)
+                    action.begin(process_id, now)
+                    self._node.save_use(box)
+                try:
+                    return await sessions.run(session_id, request, process_id=process_id)
+                except OpenDSecError:
+                    if not _knows(table, process_id):
+                        journal.drop_command(process_id)
+                    raise
+
+        return await self._node.actions.once(
+            request.action_id,
+            work,
+            result=ExecResult,
+            kind="session_run",
+            digest=lambda: request_digest("session_run", box.id.encode(), session_id.encode(), wire.encode(request)),
+            sandbox_id=box.id,
+            outlived=True,
+        )
+
     # --- those that run or ran ---------------------------------------------------------------------------------------------
 
     def _earlier(self, box: Box) -> dict[str, ProcessInfo]:
@@ -225,12 +305,23 @@ def _earlier(row: CommandRow) -> ProcessInfo:
     )
 
 
+def _knows(table: ProcessTable, process_id: str) -> bool:
+    try:
+        table.get(process_id)
+    except NotFound:
+        return False
+    return True
+
+
 def _begin_kill(box: Box) -> None:
     if box.commands is not None and box.state.phase == "stopping":
         box.commands.begin_kill(box.state.message)
 
 
 def _let_go(box: Box) -> None:
+    if box.sessions is not None:
+        box.sessions.close()
+        box.sessions = None
     if box.commands is not None:
         box.commands.close()
         box.commands.forget_all()

@@ -7,10 +7,20 @@ import asyncio
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from opendsec.api.errors import Unsupported
-from opendsec.api.exec import TIMEOUT_S, Command, ExecResult, ProcessInfo, ProcessList, Pty, SignalRequest
+from opendsec.api.exec import (
+    TIMEOUT_S,
+    Command,
+    ExecResult,
+    ProcessInfo,
+    ProcessList,
+    Pty,
+    SessionInfo,
+    SessionRequest,
+    SessionRun,
+    SignalRequest,
+)
 from opendsec.edge.commands import Commands
-from opendsec.edge.http import Answer, Disconnected, Handler, Lines, Request
+from opendsec.edge.http import Disconnected, Handler, Lines, Request
 from opendsec.edge.node import Node
 
 OFFSET = (0, 1 << 62)
@@ -35,10 +45,10 @@ class ExecRoutes:
             "STDIN": self.stdin,
             "SIGNAL": self.signal,
             "RESIZE": self.resize,
-            "OPEN_SESSION": self.later,
-            "SESSION": self.later,
-            "SESSION_RUN": self.later,
-            "SESSION_CLOSE": self.later,
+            "OPEN_SESSION": self.open_session,
+            "SESSION": self.session,
+            "SESSION_RUN": self.run_in_session,
+            "SESSION_CLOSE": self.close_session,
         }
 
     async def run(self, request: Request) -> ExecResult:
@@ -92,8 +102,27 @@ class ExecRoutes:
         with self._node.use(box):
             return table.resize(request.params[1], size)
 
-    async def later(self, request: Request) -> Answer:
-        raise Unsupported("not yet")
+    # --- sessions --------------------------------------------------------------------------------------------------------
+
+    async def open_session(self, request: Request) -> SessionInfo:
+        wanted = await request.json(SessionRequest)
+        wanted.check()
+        return await self._commands.open_session(request.params[0], wanted)
+
+    async def session(self, request: Request) -> SessionInfo:
+        _, sessions = self._commands.sessions(request.params[0])
+        return sessions.info(request.params[1])
+
+    async def run_in_session(self, request: Request) -> ExecResult:
+        wanted = await request.json(SessionRun)
+        wanted.check()
+        return await self._commands.run_in_session(request.params[0], request.params[1], wanted)
+
+    async def close_session(self, request: Request) -> SessionInfo:
+        await request.no_body()
+        box, sessions = self._commands.sessions(request.params[0])
+        with self._node.use(box):
+            return sessions.end(request.params[1])
 
 
 async def _command(request: Request) -> Command:

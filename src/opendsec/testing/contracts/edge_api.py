@@ -27,7 +27,7 @@ import msgspec
 
 from opendsec.api import wire
 from opendsec.api.errors import ErrorBody
-from opendsec.api.exec import ExecEvent, ExecResult, ProcessInfo, ProcessList
+from opendsec.api.exec import ExecEvent, ExecResult, ProcessInfo, ProcessList, SessionInfo
 from opendsec.api.files import FileInfo, FileList, WatchEvent, Written
 from opendsec.api.ids import new_id
 from opendsec.api.images import ImageList
@@ -387,6 +387,33 @@ async def a_kill_ends_what_runs(edge: Edge) -> None:
         assert wire.decode((await waiting).content, ExecResult).outcome == "killed"
         error = await edge.refuse(409, "POST", f"{box}/run", {"argv": ["true"]})
         assert (error.code, error.data["state"]) == ("conflict", "stopped")
+
+
+@check
+async def sessions_keep_their_state(edge: Edge) -> None:
+    async with edge.box() as box:
+        action = new_id("edge")
+        body = {"cwd": WORK, "env": {"A": "1"}, "action_id": action}
+        session = await edge.call(SessionInfo, "POST", f"{box}/sessions", body)
+        assert await edge.call(SessionInfo, "POST", f"{box}/sessions", body) == session and session.state == "open"
+        path = f"{box}/sessions/{session.id}"
+        await edge.call(ExecResult, "POST", f"{path}/run", {"shell": "mkdir d; cd d; f() { echo $A-$B; }; B=2"})
+        once = {"shell": "echo x >>count; f; pwd | tail -c 3; wc -l <count; (exit 4)", "action_id": action + "-run"}
+        result = await edge.call(ExecResult, "POST", f"{path}/run", once)
+        assert (result.stdout.head.split(), result.exit_code) == ([b"1-2", b"/d", b"1"], 4)
+        assert await edge.call(ExecResult, "POST", f"{path}/run", once) == result
+        assert result.process_id in [one.id for one in (await edge.call(ProcessList, "GET", f"{box}/processes")).processes]
+        waiting = asyncio.ensure_future(edge.call(ExecResult, "POST", f"{path}/run", {"shell": "sleep 1000"}))
+        await edge.wait_event("exec.started", box_id(box), count=3)
+        assert (await edge.call(SessionInfo, "GET", path)).state == "busy"
+        busy = {"shell": "true", "action_id": action + "-busy"}
+        await edge.refuse(409, "POST", f"{path}/run", busy)
+        (running,) = [one for one in (await edge.call(ProcessList, "GET", f"{box}/processes")).processes if one.state == "running"]
+        await edge.call(ProcessInfo, "POST", f"{box}/processes/{running.id}/signal", {"signal": 9})
+        assert (await waiting).outcome == "killed"
+        assert (await edge.call(ExecResult, "POST", f"{path}/run", busy)).exit_code == 0  # the refusal was no result
+        assert (await edge.call(SessionInfo, "DELETE", path)).state == "closed"
+        await edge.refuse(409, "POST", f"{path}/run", {"shell": "true"})
 
 
 # --- files -----------------------------------------------------------------------------------------------------------------
