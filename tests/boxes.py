@@ -193,8 +193,9 @@ class Box:
         pty: Pty | None = None,
         input: bytes | int | None = None,
         stdin: bool = False,
+        extra: Sequence[int] = (),
     ) -> Command:
-        """`input`: what it reads, or a descriptor; `stdin`: a pipe that the test writes to."""
+        """`input`: what it reads, or a descriptor; `stdin`: a pipe that the test writes to; `extra`: become 3, 4, …"""
         plan = ExecPlan(process_id=f"proc_{next(_numbers)}", argv=argv, env=env or {}, cwd=cwd, user=user, pty=pty)
         ours: list[int] = []
         theirs: list[int | None] = []
@@ -217,7 +218,7 @@ class Box:
             theirs.append(end)
         try:
             if pty is None:
-                running = await self.handle.exec(plan, stdin=theirs[0], stdout=theirs[1], stderr=theirs[2])
+                running = await self.handle.exec(plan, stdin=theirs[0], stdout=theirs[1], stderr=theirs[2], extra=extra)
             else:
                 running = await self.handle.exec(plan, stdin=None, stdout=None, stderr=None)
         except BaseException:
@@ -247,8 +248,9 @@ class Box:
         pty: Pty | None = None,
         input: bytes | int | None = None,
         stdin: bool = False,
+        extra: Sequence[int] = (),
     ) -> Command:
-        return self.node.wait(self.start_async(*argv, user=user, cwd=cwd, env=env, pty=pty, input=input, stdin=stdin))
+        return self.node.wait(self.start_async(*argv, user=user, cwd=cwd, env=env, pty=pty, input=input, stdin=stdin, extra=extra))
 
     def run(
         self,
@@ -258,15 +260,16 @@ class Box:
         env: Mapping[str, str] | None = None,
         pty: Pty | None = None,
         input: bytes | int | None = None,
+        extra: Sequence[int] = (),
     ) -> Result:
-        return self.start(*argv, user=user, cwd=cwd, env=env, pty=pty, input=input).wait()
+        return self.start(*argv, user=user, cwd=cwd, env=env, pty=pty, input=input, extra=extra).wait()
 
     def sh(self, text: str, *, user: str = "root") -> Result:
         return self.run("sh", "-c", text, user=user)
 
-    def python(self, source: str, *args: str, user: str = "root", input: bytes | int | None = None) -> Result:
+    def python(self, source: str, *args: str, user: str = "root", input: bytes | int | None = None, extra: Sequence[int] = ()) -> Result:
         """Run a program text with the sandbox's own Python."""
-        return self.run("python3", "-ISc", source, *args, user=user, input=input)
+        return self.run("python3", "-ISc", source, *args, user=user, input=input, extra=extra)
 
     def start_python(self, source: str, *args: str, user: str = "root", stdin: bool = False) -> Command:
         return self.start("python3", "-ISuc", source, *args, user=user, stdin=stdin)
