@@ -31,7 +31,8 @@ from opendsec.images.store import Resolved
 from opendsec.observe.events import EventSink
 from opendsec.runtime.backend import Backend, Handle, Placement
 
-CHUNK = 256  # slots of a batch that are handed to the backend and journaled together
+CHUNK = 32  # slots of a batch that are handed to the backend and journaled together
+CHUNKS = 8  # of one batch at the same time, so that the backend is never without work and never flooded
 FLUSH_S = 1.0  # last uses are written this late at most; a crash in between makes an idle deadline that much early
 PRUNE_S = 300.0
 
@@ -253,9 +254,7 @@ class Node:
         admission.check_one(limits, self.policy)
         resolved = await self.images.resolve(spec.image, spec.layers)
         slots = self._intend(spec, limits, count, resolved, action)
-        boxes = [slot for slot in slots if isinstance(slot, Box)]
-        for start in range(0, len(boxes), CHUNK):
-            await self._make(backend, boxes[start : start + CHUNK], resolved, slots, action if start + CHUNK >= len(boxes) else None)
+        await self._make(backend, resolved, slots, action)
         if count == 1 and isinstance(slots[0], OpenDSecError):
             raise slots[0]
         return _response(slots)
@@ -312,37 +311,42 @@ class Node:
         self.boxes.update((box.id, box) for box in boxes)
         return slots
 
-    async def _make(
-        self,
-        backend: Backend,
-        boxes: Sequence[Box],
-        resolved: Resolved,
-        slots: list[Box | OpenDSecError],
-        action: Action[CreateResponse] | None,
-    ) -> None:
-        """Have the backend make them, and journal what became of each, with the action's result if it is complete then."""
-        placements = [_placement(box, resolved) for box in boxes]
-        made: Sequence[Handle | BaseException]
-        try:
-            made = [await backend.create(placements[0])] if len(boxes) == 1 else await backend.create_many(placements)
-        except BaseException as error:
-            made = [error] * len(boxes)
-        now = self.clock.time()
-        place = {slot.id: index for index, slot in enumerate(slots) if isinstance(slot, Box)}
-        with self._transaction():
-            for box, handle in zip(boxes, made, strict=True):
-                if isinstance(handle, BaseException):
-                    blame = self._blame(box, handle)
-                    slots[place[box.id]] = blame
-                    self.apply(box, lifecycle.CreateFailed(now, str(blame)))
-                else:
-                    self.hold(box, handle)
-                    self.apply(box, lifecycle.Created(now))
-            if action is not None and not (len(slots) == 1 and isinstance(slots[0], OpenDSecError)):
-                action.end(_response(slots), now)
-        for handle in made:
-            if isinstance(handle, BaseException) and not isinstance(handle, Exception):
-                raise handle  # cancelled: the outcome is journaled, the backend has released what it had
+    async def _make(self, backend: Backend, resolved: Resolved, slots: list[Box | OpenDSecError], action: Action[CreateResponse]) -> None:
+        """Have the backend make all that was admitted. What became of each is journaled as it comes, the action's result with the last."""
+        boxes = [slot for slot in slots if isinstance(slot, Box)]
+        place = {box.id: index for index, box in enumerate(slots) if isinstance(box, Box)}
+        chunks = [boxes[start : start + CHUNK] for start in range(0, len(boxes), CHUNK)]
+        left, limit = len(chunks), asyncio.Semaphore(CHUNKS)
+
+        async def make(chunk: list[Box]) -> None:
+            nonlocal left
+            placements = [_placement(box, resolved) for box in chunk]
+            made: Sequence[Handle | BaseException]
+            async with limit:
+                try:
+                    made = [await backend.create(placements[0])] if len(chunk) == 1 else await backend.create_many(placements)
+                except BaseException as error:
+                    made = [error] * len(chunk)
+            now = self.clock.time()
+            left -= 1
+            with self._transaction():
+                for box, handle in zip(chunk, made, strict=True):
+                    if isinstance(handle, BaseException):
+                        blame = slots[place[box.id]] = self._blame(box, handle)
+                        self.apply(box, lifecycle.CreateFailed(now, str(blame)))
+                    else:
+                        self.hold(box, handle)
+                        self.apply(box, lifecycle.Created(now))
+                if not left and not (len(slots) == 1 and isinstance(slots[0], OpenDSecError)):
+                    action.end(_response(slots), now)
+            for handle in made:
+                if isinstance(handle, BaseException) and not isinstance(handle, Exception):
+                    raise handle  # cancelled: the outcome is journaled, the backend has released what it had
+
+        if len(chunks) == 1:
+            await make(chunks[0])
+        else:
+            await asyncio.gather(*(make(chunk) for chunk in chunks))
 
     def _blame(self, box: Box, error: BaseException) -> OpenDSecError:
         if isinstance(error, OpenDSecError):

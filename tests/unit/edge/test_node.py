@@ -45,12 +45,21 @@ async def test_the_intent_is_written_before_and_the_outcome_after(world: World, 
     assert states(world) == {info.id: ("stopped", False)}
 
 
-async def test_a_batch_is_two_commits(world: World, node: Node) -> None:
+async def test_a_batch_is_few_commits_and_each_outcome_is_written_as_it_comes(world: World, node: Node) -> None:
     statements: list[str] = []
     world.journal._db.set_trace_callback(statements.append)
     await create(node, 20)
     assert statements.count("COMMIT") == 2
     world.journal._db.set_trace_callback(None)
+    gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    world.policy = node.policy = Policy(memory_bytes=1 << 50, disk_bytes=1 << 50, sandboxes=1000)
+    world.backend.before_create = lambda placement: None if len(world.machine.sandboxes) < 52 else gate
+    making = asyncio.ensure_future(create(node, 40))
+    while sum(state == "running" for state, _ in states(world).values()) < 52:
+        await asyncio.sleep(0)
+    assert sum(state == "creating" for state, _ in states(world).values()) == 8
+    gate.set_result(None)
+    assert len(await making) == 40
 
 
 async def test_a_slot_that_fails_leaves_the_others(world: World, node: Node) -> None:
