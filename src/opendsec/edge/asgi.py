@@ -38,8 +38,8 @@ class App:
         method, path, query, headers = scope["method"], scope["path"], scope["query_string"], scope["headers"]
         assert isinstance(method, str) and isinstance(path, str) and isinstance(query, bytes) and isinstance(headers, list)
         request: Request | None = None
+        length = _body_length(headers)
         try:
-            length = _body_length(headers)
             if self._token is not None:
                 _authorize(headers, self._token)
             route, handler, allowed, params = self._router.find(method, path)
@@ -57,9 +57,10 @@ class App:
         except Disconnected:
             return
         except OpenDSecError as error:
-            await self._send_error(request, receive, send, error)
+            await self._send_error(request or self._unrouted(receive, length), send, error, routed=request is not None)
         except Exception as error:
-            await self._send_error(request, receive, send, self._internal(method, path, error))
+            internal = self._internal(method, path, error)
+            await self._send_error(request or self._unrouted(receive, length), send, internal, routed=request is not None)
 
     def _internal(self, method: str, path: str, error: Exception) -> Internal:
         """What the caller learns of a bug of ours: a number under which the log has the rest."""
@@ -67,15 +68,23 @@ class App:
         self._log.exception("edge.internal_error", incident=incident, method=method, path=path, kind=type(error).__name__)
         return Internal(f"a bug of the edge; its log tells more under incident {incident}", data={"incident": incident})
 
-    async def _send_error(self, request: Request | None, receive: Receive, send: Send, error: OpenDSecError) -> None:
-        if request is not None and request.started:
+    def _unrouted(self, receive: Receive, length: int | None) -> Request:
+        """A request that was refused before its route was known, for its body."""
+        return Request(ROUTES["INFO"], (), {}, receive, length, self._local)
+
+    async def _send_error(self, request: Request, send: Send, error: OpenDSecError, *, routed: bool) -> None:
+        if request.started:
             raise CutOff from error  # too late for a status
-        if request is None:
-            request = Request(ROUTES["INFO"], (), {}, receive, None, self._local)
-        elif error.field is None and error.status < 500:
+        if routed and error.field is None and error.status < 500:
             error.field = _subject(request)
-        keep = await request.swallow()
-        await _send_json(send, error.status, wire.encode_error(error), close=not keep)
+        body = wire.encode_error(error)
+        if await request.swallow():
+            return await _send_json(send, error.status, body)
+        headers = [_JSON, (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": error.status, "headers": headers})
+        await send(_part(body))
+        await request.linger()
+        await send({"type": "http.response.body", "body": b""})
 
     async def _send_lines(self, request: Request, lines: Lines, send: Send) -> None:
         """Send lines until they end, the reader goes away, or the edge stops. The generator is closed in each case."""
@@ -151,10 +160,8 @@ def _part(data: bytes) -> Message:
     return {"type": "http.response.body", "body": data, "more_body": True}
 
 
-async def _send_json(send: Send, status: int, body: bytes, *, close: bool = False) -> None:
+async def _send_json(send: Send, status: int, body: bytes) -> None:
     headers = [_JSON, (b"content-length", b"%d" % len(body))]
-    if close:
-        headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

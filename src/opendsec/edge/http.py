@@ -11,6 +11,7 @@ was checked. `local` tells requests over the unix socket, whose callers may name
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
 from typing import TypeAlias, TypeVar
 from urllib.parse import unquote_to_bytes
@@ -26,7 +27,9 @@ Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 S = TypeVar("S", bound=msgspec.Struct)
 
-SWALLOW_BYTES = 1 << 20  # of a refused request's body: read so that the client sees the answer; more ends the connection
+SWALLOW_BYTES = 1 << 20  # of a refused request's body: as much is read to keep the connection, if the client said that it is no more
+LINGER_BYTES = 64 << 20  # as much is read, or for so long, of a body that goes on after its refusal
+LINGER_S = 10.0
 
 
 class Raw:
@@ -98,16 +101,30 @@ class Request:
             raise InvalidRequest("this request takes no body", field="body")
 
     async def swallow(self) -> bool:
-        """Read what is left of a body that nobody wants; False if it is more than worth it."""
-        size = 0
+        """Read what is left of a body that nobody wants; False, at once, if that might be much."""
+        if self._body_done:
+            return True
+        if self._length is None or self._length > SWALLOW_BYTES:
+            return False
         try:
-            async for chunk in self.chunks():
-                size += len(chunk)
-                if size > SWALLOW_BYTES:
-                    return False
+            async for _ in self.chunks():
+                pass
         except Disconnected:
             return False
         return True
+
+    async def linger(self) -> None:
+        """Read on after the answer, for a while. A connection that is closed with bytes unread is reset, and whoever still writes
+        to it would learn of that instead of the answer."""
+        size = 0
+        try:
+            async with asyncio.timeout(LINGER_S):
+                async for chunk in self.chunks():
+                    size += len(chunk)
+                    if size > LINGER_BYTES:
+                        return
+        except (Disconnected, TimeoutError):
+            pass
 
     async def gone(self) -> None:
         """Returns once the client has gone away."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from opendsec.api.errors import Internal, Unavailable
+from opendsec.api.errors import Internal, QuotaExceeded, Unavailable
 from opendsec.api.routes import ROUTES
 from opendsec.api.sandboxes import Event
 from opendsec.edge.asgi import App
@@ -239,3 +239,45 @@ async def test_events_are_followed_without_gap_or_repetition(world: World) -> No
     kinds += [(await anext(stream)).kind for _ in range(2)]
     await stream.aclose()
     assert kinds == ["one", "two", "three"]
+
+
+@pytest.mark.parametrize("declared", (True, False), ids=("of a known length", "chunked"))
+async def test_whoever_still_sends_gets_the_refusal(server: Server, declared: bool) -> None:
+    """Not a broken pipe: closing a connection with bytes unread resets it under the writer."""
+    took = asyncio.Event()
+
+    async def answer(request: Request) -> Answer:
+        await anext(request.chunks())
+        took.set()
+        raise QuotaExceeded("no space", field="disk")
+
+    server.answer = answer
+    reader, writer = await asyncio.open_unix_connection(str(server.path))
+    size = 16 << 20
+    header = f"content-length: {size}" if declared else "transfer-encoding: chunked"
+    writer.write(f"POST /v1/drain HTTP/1.1\r\nhost: edge\r\n{header}\r\n\r\n".encode())
+    if not declared:
+        writer.write(b"%x\r\n" % size)
+    # All of it, without reading in between, as a client does that reads the answer when it has sent the request.
+    piece = bytes(1 << 20)
+    writer.write(piece)
+    await took.wait()
+    for _ in range(size // len(piece) - 1):
+        writer.write(piece)
+        await writer.drain()
+    if not declared:
+        writer.write(b"\r\n0\r\n\r\n")
+    text = await reader.read()
+    assert text.startswith(b"HTTP/1.1 429") and b'"field":"disk"' in text and b"connection: close" in text
+    writer.close()
+
+
+async def test_a_refusal_does_not_wait_for_a_slow_sender(server: Server) -> None:
+    async def answer(request: Request) -> Answer:
+        raise Unavailable("not now")
+
+    server.answer = answer
+    reader, writer = await asyncio.open_unix_connection(str(server.path))
+    writer.write(b"POST /v1/drain HTTP/1.1\r\nhost: edge\r\ntransfer-encoding: chunked\r\n\r\n1\r\n.\r\n")
+    assert (await reader.readline()).startswith(b"HTTP/1.1 503")
+    writer.close()
