@@ -8,31 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
-import msgspec
-
 from opendsec import __version__
-from opendsec.api import ids, wire
-from opendsec.api.errors import Conflict, Internal, NotFound, OpenDSecError, QuotaExceeded, SandboxLost, Unavailable, Unsupported
-from opendsec.api.sandboxes import CreateResponse, EdgeInfo, SandboxInfo, SandboxState, Slot
-from opendsec.api.spec import BATCH, AnySpec, CreateRequest, Limits, check_integer
-from opendsec.edge import admission, lifecycle
+from opendsec.api import wire
+from opendsec.api.errors import Conflict, NotFound, SandboxLost, Unavailable
+from opendsec.api.sandboxes import CreateResponse, EdgeInfo, SandboxInfo, SandboxState
+from opendsec.api.spec import CreateRequest
+from opendsec.edge import admission, creating, lifecycle
 from opendsec.edge.actions import Action, Actions, request_digest
-from opendsec.edge.box import Box, Template
+from opendsec.edge.box import Box
 from opendsec.edge.clock import Clock
 from opendsec.edge.images import Catalog
 from opendsec.edge.journal import Journal, Retention
 from opendsec.edge.log import Log
 from opendsec.edge.uids import UidRanges
-from opendsec.images.store import Resolved
 from opendsec.observe.events import EventSink
-from opendsec.runtime.backend import Backend, Handle, Placement
+from opendsec.runtime.backend import Backend, Handle
 
-CHUNK = 32  # slots of a batch that are handed to the backend and journaled together
-CHUNKS = 8  # of one batch at the same time, so that the backend is never without work and never flooded
 FLUSH_S = 1.0  # last uses are written this late at most; a crash in between makes an idle deadline that much early
 PRUNE_S = 300.0
 
@@ -181,15 +175,15 @@ class Node:
         except Exception as error:
             self.log.error("sandbox.destroy_failed", sandbox_id=box.id, reason=f"{type(error).__name__}: {error}")
             box.handle = None  # the next attempt goes by what is left on the machine
-            with self._transaction():
+            with self.transaction():
                 self.apply(box, lifecycle.DestroyFailed(self.clock.time(), str(error)))
             box.tell_ended()
             return
-        with self._transaction():
+        with self.transaction():
             self.apply(box, lifecycle.Destroyed(self.clock.time()))
 
     @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
+    def transaction(self) -> Iterator[None]:
         """One commit for several saves of what has happened already. If the disk refuses, all is saved later (see `_save`)."""
         with contextlib.ExitStack() as stack:
             stack.push(self._save_all_later)
@@ -227,140 +221,8 @@ class Node:
     # --- create ----------------------------------------------------------------------------------------------------------
 
     async def create(self, request: CreateRequest) -> CreateResponse:
-        """Create `request.count` sandboxes. What is wrong with all of them, or with the only one, is raised; otherwise each slot tells."""
-        limits = request.spec.check()
-        check_integer(request.count, "count", BATCH)
-        if request.action_id is not None:
-            ids.check_action_id(request.action_id)
-
-        async def work(action: Action[CreateResponse]) -> CreateResponse:
-            return await self._create(request.spec, limits, request.count, action)
-
-        return await self.actions.once(
-            request.action_id,
-            work,
-            result=CreateResponse,
-            kind="create",
-            digest=lambda: request_digest("create", wire.encode(request)),
-            replay=self._replay_create,
-        )
-
-    async def _create(self, spec: AnySpec, limits: Limits, count: int, action: Action[CreateResponse]) -> CreateResponse:
-        if self.phase != "ready":
-            raise Unavailable(f"this edge is {self.phase} and takes no new sandboxes")
-        backend = self.backends.get(spec.kind)
-        if backend is None:
-            raise Unsupported(f"this edge has no backend {spec.kind!r}", field="spec.backend")
-        admission.check_one(limits, self.policy)
-        resolved = await self.images.resolve(spec.image, spec.layers)
-        slots = self._intend(spec, limits, count, resolved, action)
-        await self._make(backend, resolved, slots, action)
-        if count == 1 and isinstance(slots[0], OpenDSecError):
-            raise slots[0]
-        return _response(slots)
-
-    def _intend(
-        self, spec: AnySpec, limits: Limits, count: int, resolved: Resolved, action: Action[CreateResponse]
-    ) -> list[Box | OpenDSecError]:
-        """Admit as many as there is room for and write the intents, in one step."""
-        config = resolved.config
-        template = Template(
-            spec=spec,
-            layers=tuple(layer.digest for layer in resolved.layers),
-            limits=limits,
-            env={**config.env, **spec.env},
-            user=spec.user or config.user,
-            workdir=spec.workdir or config.workdir,
-        )
-        promise = admission.promise_for(limits, self.policy)
-        now, promised = self.clock.time(), self.promised
-        slots: list[Box | OpenDSecError] = []
-        boxes: list[Box] = []
-        try:
-            body = msgspec.json.encode(template)
-            with self.journal.transaction():
-                template_id = self.journal.template(hashlib.sha256(body).digest(), body)
-                for _ in range(count):
-                    try:
-                        after = admission.admit(promised, limits, self.policy)
-                        uid_base = self.uids.take()
-                    except QuotaExceeded as refusal:
-                        slots.append(refusal)
-                        continue
-                    promised = after
-                    state, _ = lifecycle.requested(now, ttl_s=spec.ttl_s, ttl_idle_s=spec.ttl_idle_s)
-                    box = Box(
-                        id=ids.new_id(ids.SANDBOX),
-                        state=state,
-                        template=template,
-                        template_id=template_id,
-                        backend=spec.kind,
-                        uid_base=uid_base,
-                        promise=promise,
-                    )
-                    boxes.append(box)
-                    slots.append(box)
-                    self.journal.insert_sandbox(box.row())
-                if boxes:
-                    action.begin(" ".join(box.id for box in boxes), now)
-        except BaseException:
-            for box in boxes:
-                self.uids.give_back(box.uid_base)
-            raise
-        self.promised = promised
-        self.boxes.update((box.id, box) for box in boxes)
-        return slots
-
-    async def _make(self, backend: Backend, resolved: Resolved, slots: list[Box | OpenDSecError], action: Action[CreateResponse]) -> None:
-        """Have the backend make all that was admitted. What became of each is journaled as it comes, the action's result with the last."""
-        boxes = [slot for slot in slots if isinstance(slot, Box)]
-        place = {box.id: index for index, box in enumerate(slots) if isinstance(box, Box)}
-        chunks = [boxes[start : start + CHUNK] for start in range(0, len(boxes), CHUNK)]
-        left, limit = len(chunks), asyncio.Semaphore(CHUNKS)
-
-        async def make(chunk: list[Box]) -> None:
-            nonlocal left
-            placements = [_placement(box, resolved) for box in chunk]
-            made: Sequence[Handle | BaseException]
-            async with limit:
-                try:
-                    made = [await backend.create(placements[0])] if len(chunk) == 1 else await backend.create_many(placements)
-                except BaseException as error:
-                    made = [error] * len(chunk)
-            now = self.clock.time()
-            left -= 1
-            with self._transaction():
-                for box, handle in zip(chunk, made, strict=True):
-                    if isinstance(handle, BaseException):
-                        blame = slots[place[box.id]] = self._blame(box, handle)
-                        self.apply(box, lifecycle.CreateFailed(now, str(blame)))
-                    else:
-                        self.hold(box, handle)
-                        self.apply(box, lifecycle.Created(now))
-                if not left and not (len(slots) == 1 and isinstance(slots[0], OpenDSecError)):
-                    action.end(_response(slots), now)
-            for handle in made:
-                if isinstance(handle, BaseException) and not isinstance(handle, Exception):
-                    raise handle  # cancelled: the outcome is journaled, the backend has released what it had
-
-        if len(chunks) == 1:
-            await make(chunks[0])
-        else:
-            await asyncio.gather(*(make(chunk) for chunk in chunks))
-
-    def _blame(self, box: Box, error: BaseException) -> OpenDSecError:
-        if isinstance(error, OpenDSecError):
-            return error
-        self.log.error("sandbox.create_failed", sandbox_id=box.id, kind=type(error).__name__, reason=str(error))
-        return Internal(f"creating a sandbox failed: {type(error).__name__}; the edge's log tells more", data={"sandbox_id": box.id})
-
-    def _replay_create(self, recorded: CreateResponse) -> CreateResponse:
-        """The recorded slots, each sandbox as it is now."""
-        slots = []
-        for slot in recorded.slots:
-            box = self.boxes.get(slot.sandbox.id) if slot.sandbox is not None else None
-            slots.append(slot if box is None else Slot(sandbox=box.info(full=len(recorded.slots) == 1)))
-        return CreateResponse(tuple(slots))
+        """Create `request.count` sandboxes, see `creating`."""
+        return await creating.create(self, request)
 
     # --- reading ---------------------------------------------------------------------------------------------------------
 
@@ -446,7 +308,7 @@ class Node:
     async def kill_all(self, message: str) -> None:
         """End all sandboxes."""
         living = [box for box in self.boxes.values() if box.state.held]
-        with self._transaction():
+        with self.transaction():
             for box in living:
                 self.apply(box, lifecycle.KillRequested(self.clock.time(), message))
         await asyncio.gather(*(box.wait_ended() for box in living))
@@ -493,24 +355,3 @@ class Node:
             self._flush_timer.cancel()
         for backend in self.backends.values():
             await backend.close()
-
-
-def _placement(box: Box, resolved: Resolved) -> Placement:
-    template = box.template
-    return Placement(
-        sandbox_id=box.id,
-        uid_base=box.uid_base,
-        limits=template.limits,
-        layers=resolved.layers,
-        config=resolved.config,
-        env=template.env,
-        user=template.user,
-        workdir=template.workdir,
-        hostname=template.spec.hostname or box.id.replace("_", "-"),
-    )
-
-
-def _response(slots: Sequence[Box | OpenDSecError]) -> CreateResponse:
-    """Of a batch without the spec: it may be large, and whoever asked has it."""
-    full = len(slots) == 1
-    return CreateResponse(tuple(Slot(sandbox=slot.info(full=full)) if isinstance(slot, Box) else Slot(error=slot.body()) for slot in slots))

@@ -14,13 +14,14 @@ import asyncio
 
 import msgspec
 
-from opendsec.api.errors import Unavailable
+from opendsec.api.errors import QuotaExceeded, Unavailable
 from opendsec.api.exec import ExecResult, ProcessInfo
 from opendsec.api.sandboxes import CreateResponse, Slot
 from opendsec.edge import lifecycle
 from opendsec.edge.actions import COMMANDS
 from opendsec.edge.box import Box, Template
 from opendsec.edge.commands import UNKNOWN
+from opendsec.edge.creating import REFUSED
 from opendsec.edge.journal import ActionRow
 from opendsec.edge.node import Node
 
@@ -117,6 +118,8 @@ def _outcome(node: Node, row: ActionRow) -> bytes:
 
 
 def _slot(node: Node, sandbox_id: str) -> Slot:
+    if sandbox_id == REFUSED:
+        return Slot(error=QuotaExceeded("there was no room for this one when it was asked for").body())
     box = node.boxes.get(sandbox_id)
     if box is not None and box.state.phase == "running":
         return Slot(sandbox=box.info())

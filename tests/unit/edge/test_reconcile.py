@@ -9,7 +9,10 @@ import pytest
 
 from opendsec.api.errors import Unavailable
 from opendsec.api.exec import Command
+from opendsec.api.files import Written
+from opendsec.api.sandboxes import CreateResponse
 from opendsec.api.spec import CreateRequest
+from opendsec.edge.actions import decode_result
 from opendsec.edge.commands import Commands
 from opendsec.edge.node import Node
 from opendsec.runtime.backend import Placement
@@ -62,6 +65,8 @@ async def test_half_made_ones_are_cleared_and_their_action_is_unknown(world: Wor
     making = asyncio.ensure_future(node.create(CreateRequest(spec=spec(), count=2, action_id="a")))
     while len(world.machine.sandboxes) < 2:
         await asyncio.sleep(0)
+    row = world.journal.action("a")
+    assert row is not None and len(row.detail.split()) == 2
     node = await world.restart()
     assert not world.machine.sandboxes and node.promised.sandboxes == 0
     assert {box.info().state for box in node.boxes.values()} == {"stopped"}
@@ -75,11 +80,13 @@ async def test_half_made_ones_are_cleared_and_their_action_is_unknown(world: Wor
 async def test_a_created_one_is_told_by_its_unfinished_action(world: World, node: Node) -> None:
     """The edge died after the first of two chunks was journaled."""
     (info,) = await create(node)
-    world.journal.begin_action("a", sandbox_id=None, kind="create", digest=b"", detail=f"{info.id} sb_0000000000000000", at=1.0)
+    world.journal.begin_action("a", sandbox_id=None, kind="create", digest=b"", detail=f"{info.id} sb_0000000000000000 -", at=1.0)
     node = await world.restart()
     row = world.journal.action("a")
     assert row is not None and row.state == "unknown" and row.result is not None
-    assert info.id.encode() in row.result and b"sb_0000000000000000" in row.result
+    slots = decode_result(row.result, CreateResponse).slots
+    assert slots[0].sandbox is not None and slots[0].sandbox.id == info.id
+    assert [slot.error and slot.error.code for slot in slots] == [None, "unavailable", "quota_exceeded"]
 
 
 async def test_half_destroyed_ones_are_finished(world: World, node: Node) -> None:
@@ -162,9 +169,6 @@ async def test_other_actions_of_a_dead_edge_are_unknown(world: World, node: Node
     row = world.journal.action("w")
     assert row is not None and row.state == "unknown"
     with pytest.raises(Unavailable) as error:
-        from opendsec.api.files import Written
-        from opendsec.edge.actions import decode_result
-
         decode_result(row.result or b"", Written)
     assert error.value.data == {"outcome": "unknown"}
 
