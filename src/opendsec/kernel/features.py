@@ -22,6 +22,8 @@ FORCE_MISSING = "OPENDSEC_FORCE_MISSING"
 SCRATCH_DIR = "/var/tmp"
 """Where probes put files; on a disk, since EROFS and fanotify differ on tmpfs. `probe_all` can be told another place."""
 
+NOTHING = "nothing changes"  # of features that are probed ahead of what will use them
+
 
 @dataclass(frozen=True, slots=True)
 class Feature:
@@ -52,24 +54,22 @@ _TABLE: tuple[_Probe, ...] = (
     ),
     _Probe("pidfd", isolation.pidfd, "waiting for, signalling and joining processes without pid reuse races", "containers are refused"),
     _Probe("seccomp_filter", isolation.seccomp_filter, "the system call profile of sandboxes", "containers are refused"),
-    _Probe(
-        "seccomp_notify", isolation.seccomp_notify, "asking the edge about single system calls", "the few mediated calls are denied instead"
-    ),
+    _Probe("seccomp_notify", isolation.seccomp_notify, "nothing yet (asking the edge about single system calls)", NOTHING),
     _Probe(
         "landlock",
         isolation.landlock_rules,
-        "a second fence around helpers that read hostile files",
-        "helpers rely on users and namespaces alone",
+        "nothing yet (a second fence around helpers that read hostile files)",
+        NOTHING,
     ),
     _Probe("openat2", isolation.openat2, "every file operation: resolving paths beneath a sandbox's root", "containers are refused"),
-    _Probe("apparmor", isolation.apparmor, "a mandatory profile around each sandbox", "namespaces, seccomp and capabilities hold alone"),
-    _Probe("bpf_lsm", isolation.bpf_lsm, "audit and policy programs at security hooks", "audit sees what seccomp and fanotify see"),
+    _Probe("apparmor", isolation.apparmor, "nothing yet (a mandatory profile around each sandbox)", NOTHING),
+    _Probe("bpf_lsm", isolation.bpf_lsm, "nothing yet (audit and policy programs at security hooks)", NOTHING),
     _Probe("erofs_file", storage.erofs_file, "mounting layers straight from files", "layers are mounted through loop devices"),
     _Probe(
         "erofs_device",
         storage.erofs_device,
         "layers whose data lies apart from their metadata",
-        "layers are built as one file, and cannot load on demand",
+        "containers are refused",
     ),
     _Probe(
         "detached_clone",
@@ -91,14 +91,14 @@ _TABLE: tuple[_Probe, ...] = (
         "scratch lies in memory (tmpfs)",
     ),
     _Probe("tmpfs", storage.tmpfs, "scratch in memory with exact limits on bytes and inodes; /dev and /dev/shm", "containers are refused"),
-    _Probe("btrfs", storage.btrfs_quota, "scratch disks with limits and snapshots", "scratch lies in memory (tmpfs); snapshots copy"),
+    _Probe("btrfs", storage.btrfs_quota, "scratch disks with limits", "scratch lies in memory (tmpfs)"),
     _Probe(
         "btrfs_simple_quota",
         storage.btrfs_simple_quota,
         "cheap accounting with many snapshots",
         "classic quota groups, slower as snapshots grow in number",
     ),
-    _Probe("fanotify_pre_content", storage.fanotify_pre_content, "loading layers on demand", "layers are fetched whole before use"),
+    _Probe("fanotify_pre_content", storage.fanotify_pre_content, "nothing yet (loading layers on demand)", NOTHING),
     _Probe("cgroup_limits", groups.cgroup_limits, "limits of memory, cpu and processes for each sandbox", "containers are refused"),
     _Probe(
         "cgroup_v2",
@@ -118,9 +118,9 @@ _TABLE: tuple[_Probe, ...] = (
         "ending every process of a command, forks in flight included",
         "processes are frozen, listed and killed in turn",
     ),
-    _Probe("cgroup_freeze", groups.cgroup_freeze, "pausing a sandbox", "pause is not offered"),
-    _Probe("memfd_exec", isolation.memfd_exec, "programs handed over without a file on disk", "they are executed from a file"),
-    _Probe("kvm", isolation.kvm, "hardware speed for microVMs and VMs", "VMs run under emulation (TCG), several times slower"),
+    _Probe("cgroup_freeze", groups.cgroup_freeze, "nothing yet (pausing a sandbox)", NOTHING),
+    _Probe("memfd_exec", isolation.memfd_exec, "nothing yet (programs handed over without a file on disk)", NOTHING),
+    _Probe("kvm", isolation.kvm, "nothing yet (hardware speed for microVMs and VMs)", NOTHING),
 )
 _probes: dict[str, _Probe] = {probe.name: probe for probe in _TABLE}
 _results: dict[str, Feature] = {}
