@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo, from an empty machine to two tables: `make demo`, or `python -m examples.demo [--work DIR] [--parallel N] [--only GLOB]`.
+"""The demo, from an empty machine to two tables: `make demo`, or `python -m examples.demo [--work DIR] [--parallel N] [--part NAME]`.
 
     1. an edge with a state of its own beneath the work directory
     2. the base image, by mmdebstrap from this machine's own apt sources

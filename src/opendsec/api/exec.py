@@ -132,7 +132,7 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
     duration_ms: float = 0.0
     cpu_ms: float = 0.0  # user and system time of the process and the children it waited for
     max_rss_bytes: int = 0  # of its largest process; never below some 9 MiB, what the fork held that became it
-    limits_hit: tuple[str, ...] = ()  # of: time, memory, pids, disk, inodes, output, open_files
+    limits_hit: tuple[str, ...] = ()  # of: time, memory, pids, disk, inodes, output
     message: str = ""
     action_id: str | None = None
 

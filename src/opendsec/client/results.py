@@ -83,7 +83,7 @@ class Result:
 
     @property
     def limits_hit(self) -> tuple[str, ...]:
-        """Limits it ran into: time, memory, pids, disk, inodes, output, open_files."""
+        """Limits it ran into: time, memory, pids, disk, inodes, output. (Of open files the program itself is told: EMFILE.)"""
         return self.raw.limits_hit
 
     @property

@@ -11,7 +11,6 @@ Both functions run in a child that leaves by exec or `os._exit` alone. Facts tha
   matters, never blocking, and checked to be regular before they are read.
 * Capabilities are full until the last step, because joining a user namespace grants them all; seccomp comes last but exec, because the
   profile forbids what set-up needs.
-
 * A command's child is seen in the sandbox's /proc from its birth, a moment before it has joined. Anybody there may read its mounts,
   network and command line; so it is born with a root directory that holds nothing (see `Spawner.do_exec`), and until it has joined it
   reaches files by descriptor alone.

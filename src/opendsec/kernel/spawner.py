@@ -10,13 +10,14 @@ Messages are single datagrams on a SOCK_SEQPACKET socket, marshalled dicts with 
 (a socketpair, no address), and both run the same interpreter, so `marshal` is safe, needs no import and carries bytes as they are.
 A plan too large for a datagram comes as a memfd, announced by {"memfd": True}.
 
-    edge → spawner   {"id": N, "op": "layer"|"unlayer"|"profile"|"create"|"exec"|"ping", …}
+    edge → spawner   {"id": N, "op": "setup"|"profile"|"layer"|"unlayer"|"create"|"exec"|"ping", …}
     spawner → edge   {"id": N, "ok": True, …} or {"id": N, "error": (step, errno, text)}
                      {"exit": pid, "status": wait status, "cpu_us": N, "max_rss_kib": N}     after the ok of an exec, exactly once
 
-`create` answers when PID 1 has been executed, `exec` when the command has; neither blocks the loop in between, so the children's
-halves overlap. Whatever is wrong with a plan comes back as an error; nothing a plan says can end this process. When the edge goes
-away (end of file) the spawner ends; sandboxes that are complete live on, half-made ones see their channel close and end.
+`setup` comes first, and once. `create` answers when PID 1 has been executed, `exec` when the command has; neither blocks the loop in
+between, so the children's halves overlap. Whatever is wrong with a plan comes back as an error; nothing a plan says can end this process.
+When the edge goes away (end of file) the spawner ends; sandboxes that are complete live on, half-made ones see their channel close and
+end.
 """
 
 from __future__ import annotations
