@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
-from typing import Unpack
+from typing import Literal, Unpack
 
 from opendsec.api import routes, wire
 from opendsec.api.errors import Internal, InvalidRequest, NotFound, OpenDSecError, Unavailable, from_body
@@ -126,8 +126,8 @@ class Client:
         """The sandbox of that id, without asking whether it exists: the first call on it tells."""
         return Sandbox(self._link, sandbox_id)
 
-    async def list(self, *, labels: Mapping[str, str] | None = None, state: SandboxState | None = None) -> list[Sandbox]:
-        """Sandboxes that have all of `labels` and are in `state`."""
+    async def list(self, *, labels: Mapping[str, str] | None = None, state: SandboxState | Literal["all"] | None = None) -> list[Sandbox]:
+        """Sandboxes that have all of `labels`: the living ones, those in `state`, or all that the edge remembers, ended ones too."""
         wanted = dict(labels or {})
         first = next((f"{key}={value}" for key, value in wanted.items()), None)
         answer = await self._link.call(routes.LIST, SandboxList, query={"label": first, "state": state})

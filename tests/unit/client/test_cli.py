@@ -132,6 +132,7 @@ def test_a_day_with_a_sandbox(dsec: Dsec, tmp_path: Path) -> None:
     assert "sandbox.created" in dsec("logs", box).out
     assert dsec("kill", "--all").code == 0
     assert dsec("ls", "-q").out == ""
+    assert "stopped" in dsec("ls", "--all").out
 
 
 def test_images(dsec: Dsec, tmp_path: Path) -> None:

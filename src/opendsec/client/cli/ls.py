@@ -23,9 +23,8 @@ def ls(
 
     async def work() -> SandboxList:
         async with c.connect(address) as client:
-            boxes = await client.list(labels=c.pairs(label, "label"))
-        infos = [box.info for box in boxes if box.info is not None]
-        return SandboxList(sandboxes=tuple(info for info in infos if every or info.state in ("creating", "running", "stopping")))
+            boxes = await client.list(labels=c.pairs(label, "label"), state="all" if every else None)
+        return SandboxList(sandboxes=tuple(box.info for box in boxes if box.info is not None))
 
     listed = c.execute(work(), json=json)
     if json:

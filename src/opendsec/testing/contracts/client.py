@@ -94,7 +94,9 @@ async def creates_lists_and_kills(setup: Setup) -> None:
         assert (await box.usage()).memory_bytes > 0
         await box.kill()
         await box.kill()  # may be repeated
+        assert box.id not in [one.id for one in await client.list()]
         assert box.id not in [one.id for one in await client.list(state="running")]
+        assert "stopped" in [one.info.state for one in await client.list(state="all") if one.info is not None and one.id == box.id]
         try:
             await box.run("true")
         except OpenDSecError as error:

@@ -223,10 +223,12 @@ class FakeEdge:
         return json_answer(answer)
 
     async def _list(self, request: Request) -> Response:
-        label = query_of(request).get("label", b"").decode()
+        query = query_of(request)
+        label, state = query.get("label", b"").decode(), query.get("state", b"running").decode()
         key, _, value = label.partition("=")
-        infos = [box.info for box in self.boxes.values()]
-        return json_answer(s.SandboxList(sandboxes=tuple(info for info in infos if not label or info.labels.get(key) == value)))
+        infos = [*self.gone.values(), *(box.info for box in self.boxes.values())]
+        chosen = (info for info in infos if state in ("all", info.state) and (not label or info.labels.get(key) == value))
+        return json_answer(s.SandboxList(sandboxes=tuple(chosen)))
 
     async def _get(self, request: Request) -> Response:
         return json_answer(self.gone.get(str(request.path_params["sandbox_id"])) or self._box(request).info)
