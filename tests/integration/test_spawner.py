@@ -27,11 +27,12 @@ from opendsec.api.images import ImageConfig
 from opendsec.api.spec import Container
 from opendsec.images.layers import LayerRef
 from opendsec.kernel import cgroups, procfs, syscalls
+from opendsec.kernel.fds import sealed_memfd
 from opendsec.runtime.backend import ExecPlan, Placement
 from opendsec.runtime.container import plan as plans
 from opendsec.runtime.container import profile
 from opendsec.runtime.scratch import ScratchPlan
-from opendsec.runtime.spawn import START, memory_file
+from opendsec.runtime.spawn import START
 from tests.boxes import STAGING, UID_BASE
 from tests.support import NATIVE_INIT
 
@@ -359,7 +360,8 @@ def write_all(fd: int, data: bytes) -> None:
 def lying_files() -> Iterator[tuple[str, int, bool]]:
     """(what, a descriptor, whether the plan in it can be read)."""
     plan = marshal.dumps({"id": 5, "op": "ping"})
-    larger = memory_file(plan)
+    larger = os.memfd_create("larger")
+    write_all(larger, plan)
     os.ftruncate(larger, 1 << 20)
     yield "longer than its content", larger, True
     yield "empty", os.memfd_create("empty"), False
@@ -391,7 +393,7 @@ def test_a_memfd_that_lies(raw: Raw) -> None:
 def test_a_plan_of_a_mebibyte(raw: Raw, sandbox: int) -> None:
     env = {b"V%d" % n: b"x" * 100_000 for n in range(10)} | {b"PATH": b"/usr/bin:/bin"}
     reader, writer = os.pipe()
-    plan = memory_file(marshal.dumps({**exec_fields("env", given=(False, True, False), env=env), "id": 9, "op": "exec"}))
+    plan = sealed_memfd("plan", marshal.dumps({**exec_fields("env", given=(False, True, False), env=env), "id": 9, "op": "exec"}))
     raw.send(marshal.dumps({"memfd": True}), [plan, sandbox, writer])
     for fd in (plan, writer):
         os.close(fd)
@@ -518,7 +520,7 @@ NOT_STARTED: dict[str, tuple[Message, str, int]] = {
 @pytest.mark.parametrize(("changes", "step", "code"), NOT_STARTED.values(), ids=NOT_STARTED.keys())
 def test_a_command_that_cannot_start(raw: Raw, sandbox: int, changes: Message, step: str, code: int) -> None:
     fields = {**exec_fields("true"), **changes, "op": "exec", "id": 11}
-    plan = memory_file(marshal.dumps(fields))
+    plan = sealed_memfd("plan", marshal.dumps(fields))
     raw.send(marshal.dumps({"memfd": True}), [plan, sandbox])
     os.close(plan)
     answer = raw.answer(11)

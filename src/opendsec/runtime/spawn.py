@@ -17,7 +17,8 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from opendsec.api.errors import Internal, Unavailable
+from opendsec.api.errors import Unavailable
+from opendsec.kernel.fds import sealed_memfd
 from opendsec.runtime.backend import Exit
 
 Value = object  # what marshal carries: int, str, bytes, None, and lists, tuples and dicts of these
@@ -121,7 +122,7 @@ class Spawner:
         sent: list[int] = []
         try:
             if len(data) > DATAGRAM_BYTES:
-                sent.append(memory_file(data))
+                sent.append(sealed_memfd("plan", data))
                 data = marshal.dumps({"memfd": True})
             # Descriptors are duplicated, because the datagram may leave later than this call returns when cancelled.
             sent += [os.dup(fd) for fd in fds]
@@ -228,18 +229,6 @@ class Spawner:
         """End the spawner (it ends by itself at end of file) and reap it."""
         self._fail("the spawner was closed")
         await asyncio.to_thread(self._process.wait)
-
-
-def memory_file(data: bytes) -> int:
-    """A memfd that holds `data`."""
-    fd = os.memfd_create("plan", os.MFD_CLOEXEC)
-    try:
-        if os.write(fd, data) != len(data):
-            raise Internal("short write to a memory file")
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
 
 
 def close_all(fds: Sequence[int]) -> None:
