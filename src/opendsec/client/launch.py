@@ -31,8 +31,10 @@ def listening(run_dir: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(run_dir / SOCKET_NAME))
-        except (FileNotFoundError, ConnectionRefusedError):
+        except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
             return False
+        except OSError as error:  # not allowed; longer than the 107 bytes that the path of a socket may have
+            raise Unavailable(f"cannot reach an edge at {run_dir / SOCKET_NAME}: {error.strerror or error}") from None
     return True
 
 

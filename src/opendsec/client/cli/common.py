@@ -222,10 +222,13 @@ async def run_in(box: Sandbox, words: list[str], options: CommandOptions, *, int
         return result.shell_code()
     from opendsec.client.cli.terminal import joined
 
-    result = await joined(box, command, options, interactive=interactive, terminal=tty)
+    result, lost = await joined(box, command, options, interactive=interactive, terminal=tty)
     if result.outcome not in ("exited", "signalled") or result.limits_hit:
         hit = f" (limits hit: {', '.join(result.limits_hit)})" if result.limits_hit else ""
         print(f"dsec: the command {result.describe()}{hit}", file=sys.stderr)
+    if lost:
+        print(f"dsec: {lost} bytes of its output are missing here: it wrote faster than they were read", file=sys.stderr)
+        return result.shell_code() or (0 if tty else FAILED)  # whoever reads a pipe must not take what came for all of it
     return result.shell_code()
 
 

@@ -35,7 +35,9 @@ def kill(
                 if len(ids) != 1:
                     c.refuse("--process needs exactly one sandbox", "sandbox")
                 name = signal.upper().removeprefix("SIG")
-                number = int(name) if name.isdigit() else int(getattr(signals, f"SIG{name}", 0))
+                number = int(name) if name.isdigit() else int(signals.Signals.__members__.get(f"SIG{name}", 0))
+                if not number:
+                    c.refuse(f"must be the name or number of a signal, such as TERM or 15; got {signal!r}", "signal")
                 info = await client.sandbox(ids[0]).process(process).signal(number, tree=True)
                 if json:
                     c.print_json(info)

@@ -25,6 +25,8 @@ def logs(
 
     async def events() -> None:
         async with c.connect(address) as client:
+            if sandbox is not None:
+                await client.get(sandbox)  # it is known, be it ended: else silence would look like nothing having happened
             async for event in client.events(sandbox_id=sandbox, after=after, follow=follow):
                 if json:
                     c.print_json(event)

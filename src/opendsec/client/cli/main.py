@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -33,6 +35,7 @@ COMMANDS = (
 )
 GROUPS = {"image": "Images and layers: what sandboxes are made of."}
 PASS_THROUGH = {"run", "exec", "shell", "up", "bench"}  # what follows their first argument belongs to another program
+FAILED = 125
 
 HELP = """Throw-away computers for AI agents.
 
@@ -56,11 +59,34 @@ def main() -> None:
     chosen = [one for one in COMMANDS if one[0].split(".")[0] == wanted] or list(COMMANDS)
     if wanted in GROUPS and len(arguments) > 1:
         chosen = [one for one in chosen if one[0] == f"{wanted}.{arguments[1]}"] or chosen
-    _app(chosen)(arguments, prog_name="dsec")
+    _open_standard_streams()
+    try:
+        try:
+            _app(chosen)(arguments, prog_name="dsec")
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except OSError as error:  # such as of a full disk, to which the output should go
+        with suppress(OSError):
+            print(f"dsec: {error}", file=sys.stderr, flush=True)
+        sys.stdout = None  # not to be tried again at exit
+        sys.exit(FAILED)
+
+
+def _open_standard_streams() -> None:
+    """A standard descriptor that is closed would become the next socket's, and output would be written into that."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False, encoding="utf-8")
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False, encoding="utf-8")
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False, encoding="utf-8")
 
 
 def _app(commands: list[tuple[str, str, str]] | tuple[tuple[str, str, str], ...] = COMMANDS) -> typer.Typer:
     import typer
+
+    from opendsec.client.cli.words import RunsACommand
 
     options = {"no_args_is_help": True, "add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
     app = typer.Typer(help=HELP, **options)  # type: ignore[arg-type]
@@ -80,7 +106,9 @@ def _app(commands: list[tuple[str, str, str]] | tuple[tuple[str, str, str], ...]
             settings["allow_interspersed_args"] = False
         if name in ("up", "bench"):
             settings["ignore_unknown_options"] = True
-        target.command(leaf, context_settings=settings)(getattr(import_module(f"opendsec.client.cli.{module}"), function))
+        target.command(leaf, cls=RunsACommand if name in ("run", "exec", "shell") else None, context_settings=settings)(
+            getattr(import_module(f"opendsec.client.cli.{module}"), function)
+        )
     return app
 
 

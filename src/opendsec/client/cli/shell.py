@@ -24,8 +24,8 @@ def shell(
 ) -> None:
     """Open a terminal in a sandbox. The exit code is the shell's."""
     import os
-    import re
 
+    from opendsec.api.ids import SANDBOX
     from opendsec.api.spec import Container
     from opendsec.client._core import CommandOptions
     from opendsec.client.aio import Sandbox
@@ -39,7 +39,7 @@ def shell(
             return await c.run_in(box, words, options, interactive=True, tty=True, json=False)
 
         async with c.connect(address) as client:
-            if re.fullmatch(r"sb_[0-9a-z]{16}", target):
+            if target.startswith(f"{SANDBOX}_"):
                 return await inside(client.sandbox(target))
             async with await client.create(Container(image=target, cpu=cpu, memory=memory, disk=disk, layers=tuple(layer or ()))) as box:
                 return await inside(box)

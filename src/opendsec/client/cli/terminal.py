@@ -22,11 +22,14 @@ from opendsec.client.results import Result
 INPUT_BYTES = 64 << 10
 
 
-async def joined(box: Sandbox, command: str | Sequence[str], options: CommandOptions, *, interactive: bool, terminal: bool) -> Result:
-    """Run a command with its output on ours as it comes. Ctrl-C and SIGTERM go to the command; a second Ctrl-C kills it.
+async def joined(
+    box: Sandbox, command: str | Sequence[str], options: CommandOptions, *, interactive: bool, terminal: bool
+) -> tuple[Result, int]:
+    """Run a command with its output on ours as it comes. How it ended, and how many bytes of its output were lost on the way.
 
-    `interactive` passes on our input. `terminal` gives the command a terminal of its own and makes ours transparent to it: then
-    Ctrl-C, Ctrl-Z and the like are characters that its terminal turns into signals.
+    Ctrl-C and SIGTERM go to the command; a second Ctrl-C kills it. `interactive` passes on our input. `terminal` gives the command a
+    terminal of its own and makes ours transparent to it: then Ctrl-C, Ctrl-Z and the like are characters that its terminal
+    turns into signals.
     """
     raw = terminal and interactive and os.isatty(0)
     if terminal:
@@ -38,16 +41,17 @@ async def joined(box: Sandbox, command: str | Sequence[str], options: CommandOpt
         return await _show(process)
 
 
-async def _show(process: Process) -> Result:
+async def _show(process: Process) -> tuple[Result, int]:
+    lost = 0
     try:
         async for event in process.attach():
             if event.data:
                 _write(2 if event.stream == "stderr" else 1, event.data)
             elif event.kind == "gap":
-                _write(2, f"\n[dsec: {event.missing_bytes} bytes of output were lost]\n".encode())
+                lost += event.missing_bytes
             elif event.result is not None:
-                return event.result
-    except BrokenPipeError:  # nobody reads our output: the command would be told by SIGPIPE
+                return event.result, lost
+    except OSError:  # nobody reads our output, and the command would be told by SIGPIPE; or it cannot be written
         await process.kill()
         raise
     raise Unavailable("the command's output ended before the command did")
