@@ -11,12 +11,15 @@ import signal
 import subprocess
 import sys
 import termios
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import pytest
 
+from opendsec.client import aio
 from opendsec.client.cli import main
+from opendsec.client.results import StreamEvent
 from opendsec.testing.fakes.edge import FakeEdge
 
 
@@ -79,6 +82,14 @@ def test_run_passes_on_output_and_exit_code(dsec: Dsec, edge: FakeEdge) -> None:
         (("bench", "no-such"), 125, "no benchmark is called"),
         (("rollout", "/no/such/tasks.jsonl", "--out", "/tmp/never"), 125, "cannot read"),
         (("run",), 2, "Usage"),
+        (("run", "debian", "--timeout", "0.1", "sleep", "60"), 124, "ran out of time"),
+        (("run", "debian", "--no-such", "true"), 2, "No such option: --no-such"),
+        (("exec", "sb_0000000000000000", "-l"), 2, "No such option: -l"),
+        (("shell", "sb_nope"), 125, "sb_nope"),
+        (("shell", "sb_0000000000000000"), 125, "no sandbox"),
+        (("logs", "sb_0000000000000000"), 125, "no sandbox"),
+        (("logs", "sb_0000000000000000", "proc_0000000000000000"), 125, "no sandbox"),
+        (("kill", "sb_0000000000000000", "-p", "proc_0000000000000000", "-s", "BOGUS"), 125, "signal: must be the name or number"),
         (("no-such-command",), 2, "No such command"),
         (("create", "debian", "--count", "many"), 2, "many"),
         (("--address", "gopher://x", "ls"), 2, "No such option"),
@@ -89,6 +100,51 @@ def test_failures(dsec: Dsec, words: tuple[str, ...], code: int, says: str) -> N
     ran = dsec(*words)
     assert ran.code == code and says in ran.err, ran
     assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", "--env", "A=1", "debian", "printf", "%s|%s", "--env", "--"),
+        ("run", "debian", "--env", "A=1", "printf", "%s|%s", "--env", "--"),
+        ("run", "-eA=1", "debian", "--timeout=9", "--", "printf", "%s|%s", "--env", "--"),
+        ("run", "--", "debian", "--json", "--", "printf", "%s|%s", "--env", "--"),
+    ],
+    ids=" ".join,
+)
+def test_our_options_may_stand_on_both_sides_of_the_image(dsec: Dsec, words: tuple[str, ...]) -> None:
+    ran = dsec(*words)
+    assert ran.code == 0, ran
+    assert (json.loads(ran.out)["stdout"] if "--json" in words else ran.out) == "--env|--"
+
+
+@pytest.mark.parametrize("words", [("ls",), ("ls", "--json"), ("run", "debian", "echo out"), ("image", "ls"), ("--help",)], ids=" ".join)
+def test_output_that_cannot_be_written(edge: FakeEdge, words: tuple[str, ...]) -> None:
+    """A full disk is told in a line; a descriptor that is closed takes output as /dev/null does, and is never somebody else's."""
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([*COMMAND, *words], stdout=full, stderr=subprocess.PIPE, env=environment(edge), check=False)
+    assert done.returncode == 125 and done.stderr == b"dsec: [Errno 28] No space left on device\n"
+    for closed in (">&-", "<&-", "2>&-", "<&- >&- 2>&-"):
+        shell = ["/bin/sh", "-c", f'exec "$@" {closed}', "sh", *COMMAND, *words]
+        done = subprocess.run(shell, capture_output=True, env=environment(edge), check=False)
+        assert done.returncode == 0 and done.stderr == b"", closed
+        assert bool(done.stdout) == (">&-" not in closed.replace("2>&-", "")), closed
+    assert edge.boxes == {}
+
+
+def test_output_that_was_lost_is_no_success(dsec: Dsec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reads a pipe must not take what came for all of it."""
+
+    async def attach(process: aio.Process) -> AsyncIterator[StreamEvent]:
+        yield StreamEvent(kind="output", process_id=process.id, stream="stdout", data=b"begin", text="begin")
+        for _ in range(2):
+            yield StreamEvent(kind="gap", process_id=process.id, stream="stdout", missing_bytes=500)
+        yield StreamEvent(kind="exit", process_id=process.id, result=await process.wait())
+
+    monkeypatch.setattr(aio.Process, "attach", attach)
+    assert dsec("run", "debian", "true")[:2] == (125, "begin")
+    assert dsec("run", "debian", "exit 3").code == 3
+    assert "1000 bytes of its output are missing" in dsec("run", "debian", "true").err
 
 
 def test_json_everywhere(dsec: Dsec) -> None:
@@ -133,6 +189,24 @@ def test_a_day_with_a_sandbox(dsec: Dsec, tmp_path: Path) -> None:
     assert dsec("kill", "--all").code == 0
     assert dsec("ls", "-q").out == ""
     assert "stopped" in dsec("ls", "--all").out
+
+
+def test_a_rollout_says_what_is_wrong_and_does_it_again(dsec: Dsec, tmp_path: Path) -> None:
+    tasks, out = tmp_path / "tasks.jsonl", tmp_path / "out.jsonl"
+    lines = (
+        '{"id": "line", "image": "debian", "verify": {"run": "true", "typo": 1}}',
+        '{"id": "image", "image": "no-such", "verify": {"run": "true"}}',
+        '{"id": "verdict", "image": "debian", "verify": {"run": "exit 4"}}',
+    )
+    tasks.write_text("\n".join(lines))
+    ran = dsec("rollout", str(tasks), "--out", str(out), "--quiet")
+    assert ran.code == 1
+    assert "not as expected: line: line 1: verify: Object contains unknown field `typo`" in ran.out
+    assert "not as expected: image: image: no image 'no-such'" in ran.out
+    assert "not as expected: verdict: judged fail, expected pass: the judge's command exited with 4" in ran.out
+    tasks.write_text("\n".join(lines).replace(', "typo": 1', "").replace("no-such", "debian").replace("exit 4", "true"))
+    ran = dsec("rollout", str(tasks), "--out", str(out), "--quiet")
+    assert ran.code == 1 and "2 of 3 as expected" in ran.out  # what has a verdict keeps it
 
 
 def test_images(dsec: Dsec, tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ def rollout(
 ) -> None:
     """Run tasks in sandboxes and judge each in a second, fresh one.
 
-    Exit code 0 if every verdict was the expected one, 1 if not. Infrastructure failures have no verdict, and are run again next time.
+    Exit code 0 if every verdict was the expected one, 1 if not. A failure of the infrastructure or a mistake in a task's line gives no
+    verdict; such a task is run again next time.
     """
     import fnmatch
     import hashlib
@@ -43,7 +44,7 @@ def rollout(
     from opendsec.client.rollout.runner import Runner, end_leftovers
     from opendsec.client.rollout.tasks import read_tasks
 
-    async def work() -> Summary:
+    async def work() -> list[TaskResult]:
         try:
             with tasks.open("rb") as file:
                 wanted = [one for one in read_tasks(file) if only is None or fnmatch.fnmatchcase(one.id, only)]
@@ -76,18 +77,19 @@ def rollout(
                         view.ended(result)
 
                     await runner.run_all(left, parallel=parallel, ended=ended, began=view.began)
-                return summarize([results.done[one.id] for one in wanted])
+                return [results.done[one.id] for one in wanted]
 
     c.raise_descriptor_limit()
-    summary = c.execute(work(), json=json)
+    ended_tasks = c.execute(work(), json=json)
+    summary = summarize(ended_tasks)
     if json:
         c.print_json(summary)
     else:
-        _show(summary, str(out))
+        _show(summary, {one.id: one.describe() for one in ended_tasks if not one.matched}, str(out))
     raise typer.Exit(0 if summary.ok else 1)
 
 
-def _show(summary: Summary, out: str) -> None:
+def _show(summary: Summary, reasons: dict[str, str], out: str) -> None:
     rows = [
         (f"expected {expected}", *(str(counts[verdict]) for verdict in ("pass", "fail", "none")))
         for expected, counts in summary.matrix.items()
@@ -102,7 +104,7 @@ def _show(summary: Summary, out: str) -> None:
     if timings:
         c.rich_table("Milliseconds", ("", "median", "90 %"), timings, numbers=True)
     for mistaken in summary.mistaken[:SHOWN_MISTAKES]:
-        print(f"not as expected: {mistaken}")
+        print(f"not as expected: {mistaken}: {reasons[mistaken][:200]}")
     if len(summary.mistaken) > SHOWN_MISTAKES:
         print(f"and {len(summary.mistaken) - SHOWN_MISTAKES} more")
     print(f"{summary.matched} of {summary.tasks} as expected; results in {out}")

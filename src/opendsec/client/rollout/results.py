@@ -81,8 +81,17 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def done(self) -> bool:
-        """Whether running it again could say nothing new: infrastructure failures are run again."""
-        return self.failure is None or self.failure.kind != "infrastructure"
+        """Whether running it again could say nothing new. Infrastructure may be back, and a wrong line or a missing image be put right:
+        neither has a verdict, and both are run again."""
+        return self.failure is None or self.failure.kind == "agent"
+
+    def describe(self) -> str:
+        """Why it is not what was expected, in a line."""
+        if self.failure is not None:
+            return " ".join(self.failure.message.split())
+        if self.verify is None:
+            return f"judged {self.verdict}"
+        return f"judged {self.verdict}, expected {self.expected}: the judge's command {self.verify.describe()}"
 
 
 class ResultFile:
