@@ -243,14 +243,19 @@ class Group:
                     if name not in enabled:
                         procfs.write(f"{above}/cgroup.subtree_control", f"+{name}")
 
-    def remove_if_empty(self) -> None:
-        """Remove the directories unless processes or child groups are in them. Kills nothing."""
+    def remove_if_empty(self) -> bool:
+        """Remove the directories unless processes or child groups are in them; whether none is left. Kills nothing."""
+        gone = True
         for path in (self.tree_path, *self._v1_paths()):
             try:
                 os.rmdir(path)
+            except FileNotFoundError:
+                pass
             except OSError as error:
-                if error.errno not in (errno.ENOENT, errno.EBUSY):
+                if error.errno not in (errno.EBUSY, errno.ENOTEMPTY):
                     raise
+                gone = False
+        return gone
 
     def remove(self, timeout_s: float = 10.0) -> None:
         """Kill all that is inside, wait until it is gone, remove the directories, children first. Does nothing if the group

@@ -37,7 +37,7 @@ class ContainerHandle:
         self.group = backend.hierarchies.group(group_name(backend.edge_id, record.sandbox_id))
         self._files = SandboxFiles(self.open_root, record.uid_base)
         self._abandoned: set[asyncio.Task[None]] = set()
-        self._emptying: set[str] = set()  # groups of ended commands whose children live on
+        self._emptying: dict[str, cgroups.Group] = {}  # of ended commands whose children live on
         self._loop.add_reader(pidfd, self._on_death)
         backend.handles.add(self)
         backend.scratch.follow(record.sandbox_id, record.limits, self.open_root)
@@ -99,7 +99,7 @@ class ContainerHandle:
         try:
             answer = await spawner.call("exec", wire, [self._pidfd, *given])
         except SpawnError as error:
-            _remove_quietly(group)
+            self.forget_group(group)  # the spawner made it perhaps, and the child that failed may not have left it yet
             if error.step in CALLERS_STEPS:
                 return NotStarted(error.text)
             if self.died.done() or self._destroying is not None or not self._lives():
@@ -132,16 +132,9 @@ class ContainerHandle:
         return True
 
     def forget_group(self, group: cgroups.Group) -> None:
-        """Remove the group of an ended command, now or when its children are gone."""
-        self._emptying.add(group.name)
-        for name in list(self._emptying):
-            try:
-                os.rmdir(self._backend.hierarchies.group(name).tree_path)
-            except FileNotFoundError:
-                pass
-            except OSError:
-                continue  # children live on
-            self._emptying.discard(name)
+        """Remove the group of an ended command, now or, if there is something in it still, when another one ends."""
+        self._emptying[group.name] = group
+        self._emptying = {name: one for name, one in self._emptying.items() if not one.remove_if_empty()}
 
     async def kill_commands(self) -> None:
         """End every command of an earlier edge process, and remove their groups."""
@@ -206,13 +199,6 @@ class ContainerHandle:
             finally:
                 self.let_go()
                 self._backend.release(self.record)
-
-
-def _remove_quietly(group: cgroups.Group) -> None:
-    try:
-        os.rmdir(group.tree_path)
-    except OSError:
-        pass  # never made, or gone with the sandbox
 
 
 class NotStarted:
