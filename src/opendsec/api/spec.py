@@ -141,7 +141,7 @@ def _match(pattern: re.Pattern[str], value: str, field: str, rule: str) -> None:
 def _number(value: float, field: str, bounds: tuple[float, float]) -> float:
     low, high = bounds
     if isinstance(value, bool) or not math.isfinite(value) or not low <= value <= high:
-        raise InvalidRequest(f"must be a number from {low:g} to {high:g}; got {value!r}", field=field)
+        raise InvalidRequest(f"must be a number from {low:.12g} to {high:.12g}; got {value!r}", field=field)
     return float(value)
 
 

@@ -175,7 +175,7 @@ class Request:
         except ValueError:
             number = float("nan")
         if not bounds[0] <= number <= bounds[1]:
-            raise InvalidRequest(f"must be a number from {bounds[0]:g} to {bounds[1]:g}", field=name)
+            raise InvalidRequest(f"must be a number from {bounds[0]:.12g} to {bounds[1]:.12g}", field=name)
         return number
 
     def path(self, name: str) -> bytes:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
-from opendsec.api.errors import InvalidRequest
+from opendsec.api.errors import InvalidRequest, NotFound
 from opendsec.api.ids import check_action_id
 from opendsec.api.images import BuildEvent, BuildRequest, Collected, ComposeRequest, ImageInfo, ImageList
 from opendsec.api.sandboxes import (
@@ -27,6 +27,7 @@ from opendsec.edge.lifecycle import LIVING
 from opendsec.edge.node import Node
 from opendsec.edge.serve_exec import ExecRoutes
 from opendsec.edge.serve_files import FileRoutes
+from opendsec.policy import POLICIES
 
 STATES: frozenset[SandboxState] = LIVING | {"stopped", "lost"}
 PAGE = 500  # stored events read at once
@@ -106,7 +107,12 @@ class NodeRoutes:
     # --- sandboxes -------------------------------------------------------------------------------------------------------
 
     async def create(self, request: Request) -> CreateResponse:
-        return await self._node.create(await request.json(CreateRequest))
+        wanted = await request.json(CreateRequest)
+        if wanted.spec.policy not in POLICIES:
+            wanted.spec.check()
+            # Never ignored: whoever names a policy counts on what it forbids.
+            raise NotFound(f"no policy {wanted.spec.policy!r}; policies here: {', '.join(POLICIES)}", field="policy")
+        return await self._node.create(wanted)
 
     async def list(self, request: Request) -> SandboxList:
         """Living ones unless `state` names another state or `all`. `label`: `key` or `key=value`."""

@@ -39,7 +39,7 @@ Disk = Annotated[str, typer.Option("--disk", help="Writable bytes, such as 1GiB.
 Pids = Annotated[int, typer.Option("--pids", help="Processes at once.")]
 Layers = Annotated[list[str] | None, typer.Option("--layer", "-l", help="workspace:NAME@VERSION or toolkit:NAME@VERSION; repeat for more.")]
 Labels = Annotated[list[str] | None, typer.Option("--label", help="KEY=VALUE; repeat for more.")]
-Policy = Annotated[str, typer.Option("--policy", help="Name of a policy.")]
+Policy = Annotated[str, typer.Option("--policy", help="Name of a policy; there is only `default` so far.")]
 Hostname = Annotated[str, typer.Option("--hostname", help="Name of the machine inside.")]
 Ttl = Annotated[float | None, typer.Option("--ttl", help="Seconds to live.")]
 TtlIdle = Annotated[float | None, typer.Option("--ttl-idle", help="Seconds to live without use.")]

@@ -119,6 +119,7 @@ CASES: dict[str, Case] = {
     "relative directory": create("workdir", workdir="work"),
     "host name": create("hostname", hostname="-a-"),
     "policy": create("policy", policy=""),
+    "policy that is not there": create("policy", code="not_found", status=404, policy="no-network"),
     "label": create("labels", labels={"": "x"}),
     "label value": create("labels.a", labels={"a": "x" * 300}),
     "no time to live": create("ttl_s", ttl_s=0),
