@@ -18,8 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from opendsec.api.errors import Unavailable
+from opendsec.kernel import procfs
 from opendsec.kernel.fds import sealed_memfd
 from opendsec.runtime.backend import Exit
+from opendsec.runtime.interpreter import private_copy
 
 Value = object  # what marshal carries: int, str, bytes, None, and lists, tuples and dicts of these
 Message = dict[str, Value]
@@ -78,11 +80,11 @@ class Spawner:
         It keeps `hold` open as long as it lives: the edge's lock, so that a new edge waits for the spawner of the last to be gone.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            os.set_inheritable(theirs.fileno(), True)
+        with theirs, private_copy() as program:
             process = subprocess.Popen(
                 [sys.executable, "-SI", "-c", START, str(theirs.fileno())],
-                pass_fds=[theirs.fileno(), *hold],
+                executable=None if program is None else procfs.fd_path(program),
+                pass_fds=[theirs.fileno(), *hold, *([] if program is None else [program])],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
