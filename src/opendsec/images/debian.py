@@ -175,7 +175,7 @@ def bootstrap(source: DebianSource, target: Path, work: Path, *, etc: Path = Pat
 
 def _failure(said: Sequence[str]) -> Exception:
     text = "; ".join(line for line in said if line.startswith(("E: ", "W: "))) or "; ".join(said[-3:])
-    if missing := re.search(r"Unable to locate package (\S+)|[Pp]ackage '?(\S+?)'? has no installation candidate", text):
+    if missing := re.search(r"Unable to locate package ([^\s;]+)|[Pp]ackage '?(\S+?)'? has no installation candidate", text):
         return InvalidRequest(f"the suite has no package {missing[1] or missing[2]!r}", field="source.packages")
     return Unavailable(f"mmdebstrap failed: {text}")
 

@@ -216,6 +216,7 @@ def test_images(dsec: Dsec, tmp_path: Path) -> None:
     assert "mixed" in dsec("image", "ls").out
     assert dsec("image", "rm", "mixed").code == 0
     assert "1 layers" in dsec("image", "gc").out
+    assert dsec("image", "build", "broken", "--from", str(tmp_path)).err.count("it is broken") == 1
 
 
 def test_help_and_version(dsec: Dsec) -> None:

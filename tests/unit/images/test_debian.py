@@ -202,6 +202,7 @@ def test_a_tree_without_a_shell_is_no_base(tmp_path: Path) -> None:
     ("said", "kind", "message"),
     [
         (["I: x", "E: Unable to locate package nosuch"], InvalidRequest, "the suite has no package 'nosuch'"),
+        (["E: Unable to locate package nosuch", "E: apt-get failed"], InvalidRequest, "the suite has no package 'nosuch'$"),
         (["E: Package 'nosuch' has no installation candidate"], InvalidRequest, "the suite has no package 'nosuch'"),
         (["W: Failed to fetch x", "E: apt-get update failed"], Unavailable, "Failed to fetch x; E: apt-get"),
         (["something"], Unavailable, "something"),

@@ -46,11 +46,15 @@ def build(
     """Build a layer and give it a name."""
     import os
 
-    from opendsec.api.images import DebianSource, DirectorySource, ImageConfig, ImageInfo, LayerInfo
+    from opendsec.api.images import BuildEvent, DebianSource, DirectorySource, ImageConfig, ImageInfo, LayerInfo
     from opendsec.api.units import format_bytes
     from opendsec.client.cli.progress import steps
 
     async def work() -> ImageInfo | LayerInfo:
+        def progress(event: BuildEvent) -> None:
+            if event.kind != "failed":  # the error itself says the same
+                tell(event.message, event.done, event.total)
+
         if (directory is None) == (not debian):
             c.refuse("give exactly one of --from and --debian", "source")
         source: DirectorySource | DebianSource = DebianSource(suite=suite, packages=tuple(package or ()), variant=variant.value)
@@ -66,7 +70,7 @@ def build(
                     version=version,
                     config=config,
                     exclude=exclude or (),
-                    progress=lambda event: tell(event.message, event.done, event.total),
+                    progress=progress,
                 )
 
     made = c.execute(work(), json=json)

@@ -15,7 +15,7 @@ def gc(
     json: c.Json = False,
     address: c.Address = None,
 ) -> None:
-    """Remove layers that no name and no sandbox uses."""
+    """Remove layers that no name and no sandbox uses, and that were built more than an hour ago."""
     from opendsec.api.images import Collected
     from opendsec.api.units import format_bytes
 
