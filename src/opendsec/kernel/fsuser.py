@@ -30,33 +30,14 @@ FILE_CAPABILITIES = capabilities.mask(("CHOWN", "DAC_OVERRIDE", "DAC_READ_SEARCH
 """All that work on files needs. Not among them, on purpose: SYS_ADMIN, SYS_RAWIO (/proc/kcore), SYS_PTRACE (other processes'
 memory), SYSLOG (kernel addresses), MKNOD, LINUX_IMMUTABLE. SETUID and SETGID are there to change the two ids again."""
 
-_UNCHANGED = 0xFFFF_FFFF
 _STATX_MNT_ID = 0x1000
 _STATX_MNT_ID_OFFSET = 144  # of stx_mnt_id in struct statx
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_setfsuid = _libc.setfsuid
-_setfsuid.argtypes = [ctypes.c_uint32]
-_setfsgid = _libc.setfsgid
-_setfsgid.argtypes = [ctypes.c_uint32]
 _fchownat = _libc.fchownat
 _fchownat.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_int]
 _statx = _libc.statx
 _statx.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p]
-
-
-def setfsuid(uid: int) -> None:
-    """Of this thread. The call itself reports nothing, so the result is read back: EPERM."""
-    _setfsuid(uid)
-    if _setfsuid(_UNCHANGED) & _UNCHANGED != uid:
-        raise OSError(errno.EPERM, f"setfsuid: {os.strerror(errno.EPERM)}")
-
-
-def setfsgid(gid: int) -> None:
-    """Of this thread. The call itself reports nothing, so the result is read back: EPERM."""
-    _setfsgid(gid)
-    if _setfsgid(_UNCHANGED) & _UNCHANGED != gid:
-        raise OSError(errno.EPERM, f"setfsgid: {os.strerror(errno.EPERM)}")
 
 
 def statx_mnt_id(fd: int) -> int:
@@ -97,7 +78,7 @@ class FsUser:
 
     def __enter__(self) -> FsUser:
         effective, self._permitted, self._inheritable = syscalls.capget()
-        self._before = self._now = (_setfsuid(_UNCHANGED) & _UNCHANGED, _setfsgid(_UNCHANGED) & _UNCHANGED, effective)
+        self._before = self._now = (*syscalls.getfsids(), effective)
         try:
             self._be(self.uid, self.gid, FILE_CAPABILITIES)
         except BaseException:
@@ -116,8 +97,8 @@ class FsUser:
         if ids_differ:
             # First everything permitted: changing the ids needs SETUID and SETGID, which `bare` gave up.
             syscalls.capset(self._permitted, self._permitted, self._inheritable)
-            setfsgid(gid)
-            setfsuid(uid)  # takes file capabilities away or gives them back: the last word is capset's
+            syscalls.setfsgid(gid)
+            syscalls.setfsuid(uid)  # takes file capabilities away or gives them back: the last word is capset's
         syscalls.capset(effective, self._permitted, self._inheritable)
         self._now = (uid, gid, effective)
 

@@ -150,14 +150,27 @@ def prctl(option: int, arg2: int | bytes = 0, arg3: int = 0, arg4: int = 0, arg5
     return result
 
 
-_setfsuid = _libc_function("setfsuid", ctypes.c_uint)
+_setfsuid, _setfsgid = _libc_function("setfsuid", ctypes.c_uint), _libc_function("setfsgid", ctypes.c_uint)
 
 
 def setfsuid(uid: int) -> None:
-    """Set the user that file permissions are checked for. The call itself never fails; raises OSError(EPERM) if it had no effect."""
+    """Set the user that this thread's file permissions are checked for. The call itself never fails; EPERM if it had no effect."""
     _setfsuid(uid)
-    if _setfsuid(0xFFFF_FFFF) & 0xFFFF_FFFF != uid:  # no such user: only tells the present one
+    if getfsids()[0] != uid:
         raise OSError(errno.EPERM, f"setfsuid: {os.strerror(errno.EPERM)}")
+
+
+def setfsgid(gid: int) -> None:
+    """As `setfsuid`, for the group."""
+    _setfsgid(gid)
+    if getfsids()[1] != gid:
+        raise OSError(errno.EPERM, f"setfsgid: {os.strerror(errno.EPERM)}")
+
+
+def getfsids() -> tuple[int, int]:
+    """(user, group) that this thread's file permissions are checked for."""
+    nobody = 0xFFFF_FFFF  # cannot be set: only tells the present one
+    return _setfsuid(nobody) & 0xFFFF_FFFF, _setfsgid(nobody) & 0xFFFF_FFFF
 
 
 _sethostname = _libc_function("sethostname", ctypes.c_char_p, ctypes.c_size_t)

@@ -67,7 +67,7 @@ def test_a_step_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever of the three it is, going in: the thread is what it was."""
     before = mine()
     for name in ("setfsgid", "setfsuid"):
-        real = getattr(fsuser, name)
+        real = getattr(syscalls, name)
 
         def fail(number: int, real: object = real) -> None:
             if number == 3_000_000:
@@ -76,7 +76,7 @@ def test_a_step_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
             real(number)
 
         with monkeypatch.context() as patch:
-            patch.setattr(fsuser, name, fail)
+            patch.setattr(syscalls, name, fail)
             with pytest.raises(PermissionError):
                 FsUser(3_000_000, 3_000_000).__enter__()
         assert mine() == before
