@@ -24,8 +24,9 @@ import msgspec
 
 from opendsec.api.errors import Conflict, ErrorBody, Internal, OpenDSecError, from_body
 from opendsec.api.exec import Captured, ExecResult
-from opendsec.edge.journal import ActionRow, ActionState, Journal
+from opendsec.edge.journal import Journal
 from opendsec.edge.log import Log
+from opendsec.edge.tables import ActionRow, ActionState
 
 INLINE_BYTES = 128 << 10  # larger results go to a file of their own
 COMMANDS = ("run", "stream", "session_run")  # kinds of actions whose result is an ExecResult

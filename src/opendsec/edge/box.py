@@ -13,9 +13,9 @@ from opendsec.api.spec import AnySpec, Limits
 from opendsec.edge import lifecycle
 from opendsec.edge.admission import Promise
 from opendsec.edge.clock import Timer
-from opendsec.edge.journal import SandboxRow
 from opendsec.edge.processes import ProcessTable
 from opendsec.edge.sessions import SessionTable
+from opendsec.edge.tables import SandboxRow
 from opendsec.runtime.backend import Handle, Record
 
 

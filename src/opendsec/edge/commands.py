@@ -30,11 +30,11 @@ from opendsec.api.exec import (
 from opendsec.edge import lifecycle
 from opendsec.edge.actions import Action, request_digest
 from opendsec.edge.box import Box
-from opendsec.edge.journal import CommandRow
 from opendsec.edge.node import Node
 from opendsec.edge.process import Process, summary
 from opendsec.edge.processes import Defaults, Execution, ProcessTable
 from opendsec.edge.sessions import SessionTable
+from opendsec.edge.tables import CommandRow
 
 R = TypeVar("R", ExecResult, ProcessInfo)
 UNKNOWN = "the edge ended while the command ran"

@@ -18,8 +18,8 @@ import msgspec
 
 from opendsec.api.errors import InvalidRequest
 from opendsec.api.units import parse_bytes
-from opendsec.edge.journal import Retention
 from opendsec.edge.log import LEVELS
+from opendsec.edge.tables import Retention
 
 UIDS_EACH = 65_536
 

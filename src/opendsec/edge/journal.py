@@ -20,133 +20,22 @@ import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
 from opendsec.api.errors import Unavailable
-from opendsec.api.sandboxes import Event, SandboxState
+from opendsec.api.sandboxes import Event
+from opendsec.edge.tables import APPLICATION_ID, SCHEMA, VERSION, ActionRow, ActionState, CommandRow, Retention, SandboxRow
 
-APPLICATION_ID = 0x44536563  # "DSec"
-VERSION = 1
 CHECKPOINT_CHANGES = 5_000  # rows; some 16 KiB of WAL each, at most
 
 Value: TypeAlias = str | bytes | int | float | None
-ActionState = Literal["pending", "done", "unknown"]
 
-_SCHEMA = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
--- What sandboxes of one request have in common is kept once: an environment may be large and a batch has thousands.
-CREATE TABLE templates (id INTEGER PRIMARY KEY, digest BLOB NOT NULL UNIQUE, body BLOB NOT NULL);
-CREATE TABLE sandboxes (
-    id TEXT PRIMARY KEY,
-    state TEXT NOT NULL,
-    held INTEGER NOT NULL,          -- still occupies something of this machine
-    template INTEGER NOT NULL REFERENCES templates (id),
-    backend TEXT NOT NULL,
-    uid_base INTEGER NOT NULL,
-    memory_bytes INTEGER NOT NULL,  -- promised
-    disk_bytes INTEGER NOT NULL,
-    created_at REAL NOT NULL,
-    expires_at REAL,
-    ttl_idle_s REAL,
-    used_at REAL NOT NULL,
-    busy INTEGER NOT NULL,
-    ended_at REAL,
-    message TEXT NOT NULL,
-    record BLOB                     -- runtime.backend.Record, for adopting or clearing it
-) WITHOUT ROWID;
-CREATE UNIQUE INDEX one_range_each ON sandboxes (uid_base) WHERE held;
-CREATE INDEX ended ON sandboxes (ended_at) WHERE NOT held;
-CREATE TABLE actions (
-    id INTEGER PRIMARY KEY,
-    action_id TEXT NOT NULL UNIQUE,
-    sandbox_id TEXT,
-    kind TEXT NOT NULL,
-    digest BLOB NOT NULL,           -- of the request
-    state TEXT NOT NULL,
-    detail TEXT NOT NULL,           -- what the intent concerned: a process id, sandbox ids
-    result BLOB,
-    result_file TEXT,
-    result_bytes INTEGER NOT NULL DEFAULT 0,
-    started_at REAL NOT NULL,
-    ended_at REAL
-);
-CREATE INDEX actions_pending ON actions (state) WHERE state = 'pending';
-CREATE INDEX actions_of_sandbox ON actions (sandbox_id);
-CREATE TABLE commands (
-    id INTEGER PRIMARY KEY,
-    process_id TEXT NOT NULL UNIQUE,
-    sandbox_id TEXT NOT NULL,
-    kind TEXT NOT NULL,             -- run, session
-    action_id TEXT,
-    command TEXT NOT NULL,          -- for people
-    started_at REAL NOT NULL,
-    ended_at REAL,
-    result BLOB                     -- ExecResult without output; NULL with ended_at: unknown
-);
-CREATE INDEX commands_pending ON commands (id) WHERE ended_at IS NULL;
-CREATE TABLE events (seq INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, sandbox_id TEXT, data BLOB NOT NULL);
-"""
-
-
-class SandboxRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A row of `sandboxes`, its fields in the table's order."""
-
-    id: str
-    state: SandboxState
-    held: bool
-    template: int
-    backend: str
-    uid_base: int
-    memory_bytes: int
-    disk_bytes: int
-    created_at: float
-    expires_at: float | None
-    ttl_idle_s: float | None
-    used_at: float
-    busy: bool
-    ended_at: float | None
-    message: str
-    record: bytes | None
-
-
-class ActionRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A row of `actions`, its fields in the table's order."""
-
-    id: int
-    action_id: str
-    sandbox_id: str | None
-    kind: str
-    digest: bytes
-    state: ActionState
-    detail: str
-    result: bytes | None
-    result_file: str | None
-    result_bytes: int
-    started_at: float
-    ended_at: float | None
-
-
-_SANDBOX_COLUMNS = SandboxRow.__struct_fields__
-_INSERT_SANDBOX = f"INSERT INTO sandboxes VALUES ({','.join('?' * len(_SANDBOX_COLUMNS))})"
+_INSERT_SANDBOX = f"INSERT INTO sandboxes VALUES ({','.join('?' * len(SandboxRow.__struct_fields__))})"
 _UPDATE_SANDBOX = (
     "UPDATE sandboxes SET state = ?, held = ?, expires_at = ?, used_at = ?, busy = ?, ended_at = ?, message = ?, record = ? WHERE id = ?"
 )
-
-
-class CommandRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A row of `commands`, its fields in the table's order."""
-
-    id: int
-    process_id: str
-    sandbox_id: str
-    kind: str
-    action_id: str | None
-    command: str
-    started_at: float
-    ended_at: float | None
-    result: bytes | None
 
 
 class NewerFormat(Exception):
@@ -172,7 +61,7 @@ class Journal:
     def _prepare(self) -> None:
         application, version = self._number("PRAGMA application_id"), self._number("PRAGMA user_version")
         if application == 0 and version == 0 and not self._number("SELECT count(*) FROM sqlite_schema"):
-            self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {VERSION}; COMMIT;")
+            self._db.executescript(f"BEGIN; {SCHEMA} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {VERSION}; COMMIT;")
         elif application != APPLICATION_ID:
             raise ValueError(f"{self.path} is not a journal of an edge")
         elif version > VERSION:
@@ -406,17 +295,6 @@ class Journal:
             self._db.execute("DELETE FROM events WHERE seq <= (SELECT max(seq) FROM events) - ?", (keep.events,))
             self._db.execute("DELETE FROM templates WHERE id NOT IN (SELECT template FROM sandboxes)")
         return [row[0] for row in old]
-
-
-class Retention(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of the past is kept."""
-
-    ended_s: float = 86_400.0  # ended sandboxes
-    ended_count: int = 10_000
-    actions_s: float = 7 * 86_400.0  # results of actions, beyond the life of their sandbox
-    commands: int = 10_000  # ended ones, known by their process ids
-    events: int = 100_000
-    results_bytes: int = 4 << 30  # large results of actions; beyond that the oldest keep everything but their output
 
 
 def _connect(path: Path) -> sqlite3.Connection:

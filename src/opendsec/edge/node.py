@@ -21,8 +21,9 @@ from opendsec.edge.actions import Action, Actions, request_digest
 from opendsec.edge.box import Box
 from opendsec.edge.clock import Clock
 from opendsec.edge.images import Catalog
-from opendsec.edge.journal import Journal, Retention
+from opendsec.edge.journal import Journal
 from opendsec.edge.log import Log
+from opendsec.edge.tables import Retention
 from opendsec.edge.uids import UidRanges
 from opendsec.observe.events import EventSink
 from opendsec.runtime.backend import Backend, Handle

@@ -22,8 +22,8 @@ from opendsec.edge.actions import COMMANDS
 from opendsec.edge.box import Box, Template
 from opendsec.edge.commands import UNKNOWN
 from opendsec.edge.creating import REFUSED
-from opendsec.edge.journal import ActionRow
 from opendsec.edge.node import Node
+from opendsec.edge.tables import ActionRow
 
 AT_ONCE = 32  # sandboxes adopted or cleared side by side
 

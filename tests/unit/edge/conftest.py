@@ -13,11 +13,12 @@ from opendsec.api.spec import Container, CreateRequest
 from opendsec.edge.actions import Actions
 from opendsec.edge.admission import Policy
 from opendsec.edge.images import Catalog
-from opendsec.edge.journal import Journal, Retention
+from opendsec.edge.journal import Journal
 from opendsec.edge.log import NullLog
 from opendsec.edge.node import Node
 from opendsec.edge.reconcile import reconcile
 from opendsec.edge.server import Routes
+from opendsec.edge.tables import Retention
 from opendsec.edge.uids import UidRanges
 from opendsec.observe.events import EventSink
 from opendsec.testing.fakes.backend import FakeBackend, FakeMachine

@@ -13,7 +13,8 @@ from msgspec.structs import replace
 
 from opendsec.api.errors import Unavailable
 from opendsec.api.sandboxes import Event
-from opendsec.edge.journal import APPLICATION_ID, Journal, NewerFormat, Retention, SandboxRow
+from opendsec.edge.journal import Journal, NewerFormat
+from opendsec.edge.tables import APPLICATION_ID, Retention, SandboxRow
 
 
 @pytest.fixture

@@ -77,10 +77,13 @@ class FakeSandbox:
     def processes(self, process_id: str = "") -> tuple[int, ...]:
         """Living processes of the sandbox or of one command, wherever they went."""
         mark = f"{MARK}={self.record.sandbox_id}/{process_id}".encode()
+        # The kernel shows a program's environment some time after Popen has returned, so ours are known by their ids.
+        ours = {running.pid for running in self.running if process_id in ("", running.process_id)}
         found = []
         for pid in procfs.pids():
             try:
-                if any(item.startswith(mark) for item in procfs.environ(pid)) and procfs.stat(pid).state not in "ZX":
+                marked = pid in ours or any(item.startswith(mark) for item in procfs.environ(pid))
+                if marked and procfs.stat(pid).state not in "ZX":
                     found.append(pid)
             except (OSError, ValueError):
                 continue
@@ -108,7 +111,7 @@ class FakeRunning:
 
     def __init__(self, sandbox: FakeSandbox, process_id: str, child: subprocess.Popen[bytes], terminal: int | None) -> None:
         self.pid, self.terminal = child.pid, terminal
-        self._sandbox, self._process_id = sandbox, process_id
+        self._sandbox, self.process_id = sandbox, process_id
         self._loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[Exit] = self._loop.create_future()
         self._pidfd = os.pidfd_open(child.pid)
@@ -142,13 +145,13 @@ class FakeRunning:
             signals.pidfd_send_signal(self._pidfd, number)
 
     def kill_tree(self) -> None:
-        self._sandbox.kill_all(self._process_id)
+        self._sandbox.kill_all(self.process_id)
 
     def alive_children(self) -> bool:
         return bool(self.members())
 
     def members(self) -> tuple[int, ...]:
-        return self._sandbox.processes(self._process_id)
+        return self._sandbox.processes(self.process_id)
 
     async def release(self) -> None:
         """Nothing was held."""
