@@ -85,9 +85,6 @@ __attribute__((noreturn)) void _start(void)
 
 	if (call(__NR_getpid, 0, 0, 0, 0) != 1)
 		quit(NOT_INIT);
-	/* Whatever the spawner left open must not be reachable through /proc/1/fd. */
-	if (call(__NR_close_range, 0, ~0U, 0, 0) < 0)
-		quit(REFUSED);
 	if (call(__NR_rt_sigaction, SIGCHLD, (long)ignore, 0, sizeof(nothing)) < 0)
 		quit(REFUSED);
 	call(__NR_rt_sigprocmask, SIG_SETMASK, (long)&nothing, 0, sizeof(nothing));
@@ -95,6 +92,10 @@ __attribute__((noreturn)) void _start(void)
 	if (call(__NR_prctl, PR_SET_DUMPABLE, 0, 0, 0) < 0)
 		quit(REFUSED);
 	call(__NR_prctl, PR_SET_NAME, (long)"init", 0, 0);
+	/* Whatever the spawner left open must not be reachable through /proc/1/fd. One of them is the channel whose end tells the
+	 * spawner that we are ready: so this comes after all that anybody could see of us. */
+	if (call(__NR_close_range, 0, ~0U, 0, 0) < 0)
+		quit(REFUSED);
 
 	const unsigned long page = 0x10000; /* the largest page size of either architecture */
 	drop_memory_and_sleep(((unsigned long)_end + page - 1) & ~(page - 1));

@@ -456,7 +456,7 @@ HALF_WAY: dict[str, tuple[Callable[[Message], Message], str]] = {
     "no such staging directory": (lambda plan: {**plan, "staging": b"/nonexistent"}, "find the staging directory"),
     "a staging file": (lambda plan: {**plan, "staging": b"/etc/hostname"}, "find the staging directory"),
     "a long host name": (lambda plan: {**plan, "hostname": b"x" * 65}, "network"),
-    "a shm without a size": (lambda plan: {**plan, "shm_size": 0}, "mount"),
+    "a shm without a size": (lambda plan: {**plan, "shm_size": 0}, "mount in /dev"),
     "a limit above ours": (lambda plan: {**plan, "rlimits": [(7, 1 << 40, 1 << 40)]}, "restrict"),
     "a limit that is none": (lambda plan: {**plan, "rlimits": [(999, 1, 1)]}, "restrict"),
 }

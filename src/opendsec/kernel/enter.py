@@ -125,7 +125,7 @@ def restrict(plan: Plan, profile: bytes) -> None:
 def enter_sandbox(plan: Plan, profile: bytes, sync: int, init: int, joins: list[int]) -> None:
     """Become PID 1 of a new sandbox. Born in all its namespaces but the cgroup one.
 
-    The parent says over `sync` when the ids are mapped, and then sends root and /dev; what needs neither is done while it works.
+    The parent sends /dev over `sync` when the ids are mapped, and then the root; what needs neither is done while it works.
     """
     global step
     sync, init, *joins = keep(sync, init, *joins)
@@ -142,7 +142,7 @@ def enter_sandbox(plan: Plan, profile: bytes, sync: int, init: int, joins: list[
     capabilities.drop_bounding(plan["capabilities"])
     step = "wait for the id maps"
     with socket.socket(fileno=sync) as parent:
-        hear(parent, b"mapped")
+        (dev,) = hear(parent, b"mapped")
         step = "become root inside"
         os.setgroups([])
         os.setresgid(0, 0, 0)
@@ -151,20 +151,19 @@ def enter_sandbox(plan: Plan, profile: bytes, sync: int, init: int, joins: list[
         os.setsid()
         os.umask(0o022)
         syscalls.unshare(abi.CLONE_NEWCGROUP)
-        step = "mount"
-        proc, devpts = mounts.proc(), mounts.devpts(maximum=MAX_TERMINALS)
-        shm = mounts.tmpfs(plan["shm_size"], 4096, 0o1777, attrs=mounts.QUIET)
+        # /proc and /dev are put together while they are attached nowhere, so that all this too is done while the parent works.
+        step = "mask"
+        proc = mounts.proc()
+        mask(proc, dev, plan["masked"], plan["read_only"])
+        step = "mount in /dev"
+        mounts.attach(mounts.devpts(maximum=MAX_TERMINALS), dev, b"pts")
+        mounts.attach(mounts.tmpfs(plan["shm_size"], 4096, 0o1777, attrs=mounts.QUIET), dev, b"shm")
         step = "wait for the root file system"
-        root, dev = hear(parent, b"root")
+        (root,) = hear(parent, b"root")
     step = "mount"
     mounts.attach(root, staging)
     attach(proc, root, b"proc")
     attach(dev, root, b"dev")
-    step = "mask"
-    mask(root, dev, plan["masked"], plan["read_only"])
-    step = "mount in /dev"
-    attach(devpts, root, b"dev/pts")
-    attach(shm, root, b"dev/shm")
     step = "pivot"
     os.fchdir(root)
     syscalls.pivot_root(b".", b".")
@@ -175,6 +174,7 @@ def enter_sandbox(plan: Plan, profile: bytes, sync: int, init: int, joins: list[
         os.dup2(null, number)
     restrict(plan, profile)
     step = "exec"
+    os.set_inheritable(channel, True)  # PID 1 closes it when it has settled: then the sandbox is ready
     tell(b"ok")
     syscalls.execveat(init, b"", [b"init"], [], abi.AT_EMPTY_PATH)
 
@@ -203,11 +203,11 @@ def attach(mount: int, root: int, where: bytes) -> None:
         os.close(target)
 
 
-def mask(root: int, dev: int, masked: list[bytes], read_only: list[bytes]) -> None:
-    """Cover files with /dev/null, and make directories read-only by a mount of themselves. What a kernel has not is skipped."""
-    for path in masked:
+def mask(proc: int, dev: int, masked: list[bytes], read_only: list[bytes]) -> None:
+    """Cover what is `masked` in /proc, and make `read_only` so by a mount of itself. What a kernel has not is skipped."""
+    for name in masked:
         try:
-            target = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root)
+            target = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=proc)
         except FileNotFoundError:
             continue
         # A directory is covered by the empty one that /dev/shm is before its tmpfs comes: a new tmpfs would cost more than the rest.
@@ -215,13 +215,13 @@ def mask(root: int, dev: int, masked: list[bytes], read_only: list[bytes]) -> No
         mounts.attach(cover, target)
         os.close(cover)
         os.close(target)
-    for path in read_only:
+    for name in read_only:
         try:
-            clone = mounts.clone(root, path)
+            clone = mounts.clone(proc, name)
         except FileNotFoundError:
             continue
         syscalls.mount_setattr(clone, b"", abi.AT_EMPTY_PATH, set=abi.MOUNT_ATTR_RDONLY)
-        mounts.attach(clone, root, path)
+        mounts.attach(clone, proc, name)
         os.close(clone)
 
 

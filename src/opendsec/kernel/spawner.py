@@ -14,7 +14,7 @@ A plan too large for a datagram comes as a memfd, announced by {"memfd": True}.
     spawner → edge   {"id": N, "ok": True, …} or {"id": N, "error": (step, errno, text)}
                      {"exit": pid, "status": wait status, "cpu_us": N, "max_rss_kib": N}     after the ok of an exec, exactly once
 
-`setup` comes first, and once. `create` answers when PID 1 has been executed, `exec` when the command has; neither blocks the loop in
+`setup` comes first, and once. `create` answers when PID 1 has settled, `exec` when the command has been executed; neither blocks the loop in
 between, so the children's halves overlap. Whatever is wrong with a plan comes back as an error; nothing a plan says can end this process.
 When the edge goes away (end of file) the spawner ends; sandboxes that are complete live on, half-made ones see their channel close and
 end.
@@ -184,12 +184,12 @@ class Spawner:
                 procfs.write(procfs.path_of(child, "oom_score_adj"), b"-1000")
             except PermissionError:
                 pass  # without CAP_SYS_RESOURCE it stays at ours, and is the smallest by far
-            ours.send(b"mapped")
             root = dev = -1
             try:
+                dev = mounts.clone(self.dev)
+                socket.send_fds(ours, [b"mapped"], [dev])
                 root = make_root(child, layers, plan)
-                dev = syscalls.open_tree(self.dev, b"", abi.OPEN_TREE_CLONE | abi.AT_EMPTY_PATH)
-                socket.send_fds(ours, [b"root"], [root, dev])
+                socket.send_fds(ours, [b"root"], [root])
             finally:
                 close_all(root, dev)
         except BaseException as error:

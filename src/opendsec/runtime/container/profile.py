@@ -151,24 +151,21 @@ CAPABILITIES = capabilities.mask(
     )
 )
 
-# Paths beneath the root. Masked: what anybody can read there tells of the host or of other sandboxes. Read-only: what sets things for
-# more than the process itself. Files that only root may touch (kcore, sysrq-trigger, most of /proc/sys, /proc/irq, …) need neither: they
-# belong to the host's root, who is nobody in here, and the sandbox's root has no more rights to them than anybody.
-MASKED = tuple(
-    f"proc/{name}".encode()
-    for name in (
-        "acpi",
-        "asound",
-        "interrupts",
-        "keys",
-        "latency_stats",
-        "pressure",
-        "sched_debug",
-        "schedstat",
-        "scsi",
-        "softirqs",
-    )
+# Names in /proc. Masked: what anybody can read there tells of the host or of other sandboxes. Read-only: what sets things for more than
+# the process itself. Files that only root may touch (kcore, sysrq-trigger, most of /proc/sys, /proc/irq, …) need neither: they belong to
+# the host's root, who is nobody in here, and the sandbox's root has no more rights to them than anybody.
+MASKED = (
+    b"acpi",
+    b"asound",
+    b"interrupts",
+    b"keys",
+    b"latency_stats",
+    b"pressure",
+    b"sched_debug",
+    b"schedstat",
+    b"scsi",
+    b"softirqs",
 )
-READ_ONLY = (b"proc/sys",)
+READ_ONLY = (b"sys",)
 
 SHM_BYTES = 64 << 20
