@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import os
 
 import pytest
 
@@ -78,6 +79,18 @@ def test_errors(code: int, kind: type[errors.OpenDSecError]) -> None:
     assert type(error) is kind
     error.message.encode()
     assert len(error.message) < 400
+
+
+@pytest.mark.parametrize(
+    ("total", "available", "resource"),
+    [(100, 0, "inodes"), (100, 1, "disk"), pytest.param(0, 0, "disk", id="btrfs, which counts none")],
+)
+def test_what_a_full_sandbox_ran_out_of(monkeypatch: pytest.MonkeyPatch, total: int, available: int, resource: str) -> None:
+    stats = os.statvfs_result((4096, 4096, 100, 0, 0, total, available, available, 0, 255))
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: stats)
+    error = from_os_error(OSError(errno.EDQUOT, "text"), b"/a", where=0)
+    assert (error.field, error.data["resource"]) == (resource, resource)
+    assert ("inodes" in error.message) == (resource == "inodes")
 
 
 def test_text_is_unicode() -> None:

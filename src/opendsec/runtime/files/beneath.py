@@ -98,14 +98,18 @@ _BUSY = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def _quota_exceeded(path: bytes, where: int | None) -> QuotaExceeded:
-    inodes = False
+    resource, what = "disk", "no space left"
     if where is not None:
         try:
-            inodes = os.fstatvfs(where).f_favail == 0
+            told = os.fstatvfs(where)
         except OSError:
             pass  # the answer only makes the message better
-    what = "no inodes (files) left" if inodes else "no space left"
-    return QuotaExceeded(f"{text(path)}: {what} in the sandbox", data={"resource": "inodes" if inodes else "disk"})
+        else:
+            if not told.f_files:  # btrfs has no number of inodes that could be used up; where they are limited, it is by its quota too
+                what = "no space left, or as many files as it may have,"
+            elif not told.f_favail:
+                resource, what = "inodes", "no inodes (files) left"
+    return QuotaExceeded(f"{text(path)}: {what} in the sandbox", field=resource, data={"resource": resource})
 
 
 def from_os_error(error: OSError, path: bytes, field: str = "path", where: int | None = None) -> OpenDSecError:
