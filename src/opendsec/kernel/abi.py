@@ -250,8 +250,6 @@ FAN_DENY = 0x2
 
 # --- file descriptors ----------------------------------------------------------------------------------------------
 
-F_SETPIPE_SZ = 1031
-F_GETPIPE_SZ = 1032
 CLOSE_RANGE_UNSHARE = 2
 CLOSE_RANGE_CLOEXEC = 4
 O_PATH = os.O_PATH

@@ -18,10 +18,6 @@ if TYPE_CHECKING:
 
     from opendsec.kernel.syscalls import StrPath
 
-LOOP_SET_FD = 0x4C00
-LOOP_CLR_FD = 0x4C01
-LOOP_GET_STATUS64 = 0x4C05
-LOOP_SET_CAPACITY = 0x4C07
 LOOP_CONFIGURE = 0x4C0A
 LOOP_CTL_GET_FREE = 0x4C82
 LO_FLAGS_READ_ONLY = 1
@@ -50,21 +46,6 @@ class LoopDevice:
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
             os.close(fd)
-
-    def detach(self) -> None:
-        """Detach now if nobody else has the device open, else when the last one closes it; and close."""
-        try:
-            if self.fd >= 0:
-                fcntl.ioctl(self.fd, LOOP_CLR_FD)
-        except OSError as error:
-            if error.errno != errno.ENXIO:
-                raise OSError(error.errno, f"LOOP_CLR_FD: {error.strerror}", self.path) from None
-        finally:
-            self.close()
-
-    def grow(self) -> None:
-        """Take over a new size of the file beneath."""
-        fcntl.ioctl(self.fd, LOOP_SET_CAPACITY)
 
     def __enter__(self) -> LoopDevice:
         return self

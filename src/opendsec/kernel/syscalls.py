@@ -344,17 +344,11 @@ def linkat(old_dirfd: int, old: StrPath, new_dirfd: int, new: StrPath, flags: in
 
 
 _fallocate = _libc_function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-_syncfs = _libc_function("syncfs", ctypes.c_int)
 
 
 def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
     if _fallocate(fd, mode, offset, length) < 0:
         raise_errno("fallocate", fd)
-
-
-def syncfs(fd: int) -> None:
-    if _syncfs(fd) < 0:
-        raise_errno("syncfs", fd)
 
 
 _fstatfs = _libc_function("fstatfs", ctypes.c_int, ctypes.c_void_p)
@@ -433,7 +427,3 @@ def fanotify_init(flags: int, event_flags: int) -> int:
 def fanotify_mark(fd: int, flags: int, mask: int, dirfd: int, path: StrPath | None) -> None:
     if _fanotify_mark(fd, flags, mask, dirfd, _optional_path(path)) < 0:
         raise_errno("fanotify_mark", dirfd if path is None else path)
-
-
-def bpf(command: int, attr: bytes) -> int:
-    return syscall("bpf", command, attr, len(attr))

@@ -64,7 +64,7 @@ class Box:
             namespaces.write_id_maps(self.pid, [(0, UID_BASE, IDS)])
             root = self._host_root(layer, size_bytes, inodes) if kind == "host" else -1
             options = f"size={size_bytes},nr_inodes={inodes},mode=755"
-            fds.send_with_fds(ours, options.encode(), [root] if root >= 0 else [])
+            socket.send_fds(ours, [options.encode()], [root] if root >= 0 else [])
             if root >= 0:
                 os.close(root)
             assert self._receive() == "ready"
@@ -151,7 +151,7 @@ def main() -> None:
         os._exit(0)
     os.close(writing)  # the parent's end: when the parent is killed, so are we
     syscalls.prctl(abi.PR_SET_PDEATHSIG, signal.SIGKILL)
-    options, roots = fds.recv_with_fds(channel, 4096, 1)
+    options, roots, _, _ = socket.recv_fds(channel, 4096, 1)
     os.setgroups([])
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)

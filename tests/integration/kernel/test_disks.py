@@ -50,18 +50,6 @@ class TestLoop:
         with loop.attach(disk, direct_io=True, block_bytes=4096) as device:
             assert os.pread(device.fd, 4, 0) == b"0123"
 
-    def test_grows_with_its_file(self, disk: Path) -> None:
-        with loop.attach(disk) as device:
-            os.truncate(disk, 2 * MIB)
-            device.grow()
-            assert os.lseek(device.fd, 0, os.SEEK_END) == 2 * MIB
-
-    def test_detach(self, disk: Path) -> None:
-        device = loop.attach(disk)
-        device.detach()
-        assert os.fsencode(disk) not in loop.attached().values()
-        device.detach()
-
     def test_many_at_once_get_one_each(self, tmp_path: Path) -> None:
         """The number asked for may be taken meanwhile, by others or by ourselves."""
         devices: list[loop.LoopDevice] = []
