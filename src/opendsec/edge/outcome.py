@@ -69,7 +69,8 @@ def _outcome(seen: Observed) -> Outcome:
         return "output_limit"
     if seen.cause is not None and (ended.code is None or seen.in_session):
         return seen.cause
-    if ended.signal is not None and ended.signal in seen.sent:
+    deadly = ended.code - 128 if seen.in_session and ended.code is not None else ended.signal
+    if deadly in seen.sent:
         return "killed"
     if seen.after.oom_kills > seen.before.oom_kills and (ended.signal == signal.SIGKILL or ended.code == EXIT_OF_SIGKILL):
         return "memory_limit"

@@ -80,6 +80,7 @@ class Process:
         "id",
         "in_session",
         "lost",
+        "note",
         "output_limit",
         "sandbox_id",
         "shelf",
@@ -107,6 +108,7 @@ class Process:
         self.ended = False
         self.cause: Cause | None = None
         self.cause_message = ""
+        self.note = ""  # what else its caller should know
         self.lost = ""  # why the sandbox is gone, if it went under the command
         self.held_bytes = 0
         self._readers: tuple[Reader, ...] = ()
@@ -295,7 +297,7 @@ class Process:
         """How it ended. `output`: with what is kept of it."""
         assert self.ended
         verdict, ended = self.verdict, self.exit
-        message = verdict.message
+        message = "; ".join(filter(None, (verdict.message, self.note)))
         if output and (self.stdout.kept.dropped or self.stderr.kept.dropped):
             message = "; ".join(filter(None, (message, "its output was given up to make room for that of later commands")))
         return ExecResult(

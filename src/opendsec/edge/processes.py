@@ -140,7 +140,7 @@ class ProcessTable:
         try:
             await asyncio.shield(launch)
         except asyncio.CancelledError:
-            launch.add_done_callback(_ignore)  # what goes wrong from here on, nobody is there to hear
+            launch.add_done_callback(ignore)  # what goes wrong from here on, nobody is there to hear
             raise
 
     def add(self, process: Process) -> None:
@@ -398,6 +398,7 @@ class ProcessTable:
         return self.get(process_id).info()
 
 
-def _ignore(task: asyncio.Task[None]) -> None:
+def ignore(task: asyncio.Task[None]) -> None:
+    """For a task whose error nobody is left to hear."""
     if not task.cancelled():
         task.exception()

@@ -166,6 +166,14 @@ class Writer:
         if not self._waiting:
             self._pump()
 
+    def has_reader(self) -> bool:
+        """Whether the other end of the pipe is open anywhere."""
+        if self._fd < 0:
+            return False
+        poll = select.poll()
+        poll.register(self._fd, 0)
+        return not poll.poll(0)
+
     @property
     def accepts(self) -> bool:
         return self._fd >= 0 and not self._ending

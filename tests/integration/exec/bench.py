@@ -13,6 +13,7 @@ from opendsec.api.exec import Command, ExecEvent, ExecResult
 from opendsec.edge.process import Process
 from opendsec.edge.processes import Defaults, Execution, ProcessTable
 from opendsec.edge.retention import Retention
+from opendsec.edge.sessions import SessionTable
 from opendsec.testing.fakes.local_handle import LIMITS, LocalHandle
 from opendsec.testing.fakes.timing import ManualClock
 
@@ -32,6 +33,7 @@ class Events:
 class Bench:
     def __init__(self, execution: Execution, handle: LocalHandle, table: ProcessTable, clock: ManualClock, events: Events) -> None:
         self.execution, self.handle, self.table, self.clock, self.events = execution, handle, table, clock, events
+        self.sessions = SessionTable(table)
 
     async def sh(self, text: str, **fields: object) -> ExecResult:
         return await self.table.run(self.command(text, **fields))
@@ -51,6 +53,7 @@ class Bench:
     async def close(self, *, shared: bool = False) -> None:
         self.table.begin_kill("the test is over")
         await self.handle.destroy()
+        self.sessions.close()
         self.table.close()
         self.table.forget_all()
         if not shared:
@@ -64,12 +67,13 @@ async def small_bench(
     on_active: Callable[[int], None] = lambda count: None,
     memory_bytes: int = LIMITS.memory_bytes,
     pids: int = LIMITS.pids,
+    open_files: int = LIMITS.open_files,
     share: Bench | None = None,
 ) -> AsyncIterator[Bench]:
     """A bench with other bounds. `share`: on the same edge as that one."""
     clock, events = ManualClock(), Events()
     execution = share.execution if share else Execution(emit=events, clock=clock, retention=retention)
-    handle = LocalHandle(limits=replace(LIMITS, memory_bytes=memory_bytes, pids=pids))
+    handle = LocalHandle(limits=replace(LIMITS, memory_bytes=memory_bytes, pids=pids, open_files=open_files))
     table = ProcessTable(execution, handle, Defaults(env={"FROM": "sandbox", "BOTH": "sandbox"}), on_active=on_active)
     bench = Bench(execution, handle, table, clock, events)
     try:
