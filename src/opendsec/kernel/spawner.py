@@ -14,10 +14,10 @@ A plan too large for a datagram comes as a memfd, announced by {"memfd": True}.
     spawner → edge   {"id": N, "ok": True, …} or {"id": N, "error": (step, errno, text)}
                      {"exit": pid, "status": wait status, "cpu_us": N, "max_rss_kib": N}     after the ok of an exec, exactly once
 
-`setup` comes first, and once. `create` answers when PID 1 has settled, `exec` when the command has been executed. Neither blocks the loop in between, so the
-children's halves overlap. Whatever is wrong with a plan comes back as an error; nothing a plan says can end this process.
-When the edge goes away (end of file) the spawner ends; sandboxes that are complete live on, half-made ones see their channel close and
-end.
+`setup` comes first, and once. `create` answers when PID 1 has settled, `exec` when the command has been executed. Neither blocks the loop
+in between, so the children's halves overlap. Whatever is wrong with a plan comes back as an error; nothing a plan says can end this
+process. When the edge goes away (end of file) the spawner ends; sandboxes that are complete live on, half-made ones see their channel
+close and end.
 """
 
 from __future__ import annotations
