@@ -161,10 +161,19 @@ class Files:
 
     # --- between here and there
 
-    async def upload(self, local: str | os.PathLike[str], path: Path, *, user: str | None = None, progress: Progress | None = None) -> int:
+    async def upload(
+        self,
+        local: str | os.PathLike[str],
+        path: Path,
+        *,
+        user: str | None = None,
+        progress: Progress | None = None,
+        left_out: transfer.LeftOut | None = None,
+    ) -> int:
         """Copy a file or directory of this machine to `path`; the bytes of file content. Modes are kept; owners become `user`.
 
-        A directory's content appears in `path`, which is made if missing. `progress` is called with the bytes sent so far.
+        A directory's content appears in `path`, which is made if missing. `progress` is called with the bytes sent so far, `left_out`
+        (from another thread) with the names of what is neither file, directory nor symlink and stays behind.
         """
         source = LocalPath(local)
         try:
@@ -179,14 +188,17 @@ class Files:
             raise InvalidRequest(f"is neither a file nor a directory: {source}", field="local")
         query: _core.Query = {"path": _core.raw_path(path), "user": user}
         await self.mkdir(path, user=user, parents=True)
-        body = transfer.Counted(transfer.pack(source), progress)
+        body = transfer.Counted(transfer.pack(source, left_out), progress)
         return (await self._link.upload(routes.UPLOAD, Written, self._ids, lambda: body, query=query)).size_bytes
 
-    async def download(self, path: Path, local: str | os.PathLike[str], *, progress: Progress | None = None) -> int:
+    async def download(
+        self, path: Path, local: str | os.PathLike[str], *, progress: Progress | None = None, left_out: transfer.LeftOut | None = None
+    ) -> int:
         """Copy a file or directory to `local` on this machine; the bytes of file content.
 
         The content is hostile, so nothing of it is followed here: files and directories come with their permission bits (no setuid),
-        symlinks only if they stay within the copy, everything else is left out. An existing file is replaced as a whole.
+        symlinks only if they stay within the copy. Everything else is left out, and its name told to `left_out` (from another thread).
+        An existing file is replaced as a whole.
         """
         info = await self.stat(path)
         target = LocalPath(local)
@@ -196,7 +208,7 @@ class Files:
         if info.kind != "directory":
             raise InvalidRequest(f"is a {info.kind.replace('_', ' ')}, neither a file nor a directory", field="path")
         async with aclosing(self.archive(path)) as chunks:
-            return await transfer.unpack(transfer.Counted(chunks, progress), target)
+            return await transfer.unpack(transfer.Counted(chunks, progress), target, left_out)
 
     async def archive(self, path: Path) -> AsyncGenerator[bytes, None]:
         """A directory as a tar stream, its content named relative to it."""

@@ -3,7 +3,7 @@
 
 tarfile blocks, so it runs in a thread of its own at one end of a pipe; the event loop serves the other end.
 What comes out of a sandbox is hostile: every name is walked by descriptor, no symlink is ever followed, none is made that could lead
-out of the tree, and no device, fifo, owner or setuid bit is taken over.
+out of the tree, and no device, fifo, owner or setuid bit is taken over. What is left out is told by name to `left_out`, from that thread.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import IO, BinaryIO
 
 from opendsec.api.errors import Internal, InvalidRequest
 from opendsec.client.transport import CHUNK_BYTES
+
+LeftOut = Callable[[str], None]  # gets the names of what is not copied
 
 
 class Counted:
@@ -87,13 +89,13 @@ def _write_all(file: IO[bytes], chunk: bytes) -> None:
 # --- trees
 
 
-async def pack(directory: Path) -> AsyncGenerator[bytes, None]:
+async def pack(directory: Path, left_out: LeftOut | None = None) -> AsyncGenerator[bytes, None]:
     """A tar stream of what is in `directory`, named relative to it. Symlinks are kept as symlinks."""
     readable, writable = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(readable, False)
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(1, thread_name_prefix="opendsec-pack") as pool:
-        job = loop.run_in_executor(pool, _pack, directory, writable)
+        job = loop.run_in_executor(pool, _pack, directory, writable, left_out)
         try:
             while True:
                 try:
@@ -112,23 +114,35 @@ async def pack(directory: Path) -> AsyncGenerator[bytes, None]:
                 pass
 
 
-def _pack(directory: Path, fd: int) -> None:
+def _pack(directory: Path, fd: int, left_out: LeftOut | None) -> None:
     with (
         os.fdopen(fd, "wb", buffering=0) as out,
         tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT, bufsize=CHUNK_BYTES) as tar,
     ):
         for name in sorted(os.listdir(directory)):
-            tar.add(directory / name, arcname=name, filter=_anonymous)
+            _add(tar, directory / name, name, left_out)
 
 
-def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+def _add(tar: tarfile.TarFile, path: Path, name: str, left_out: LeftOut | None) -> None:
     """Owners of this machine mean nothing inside; sockets and devices are not content."""
+    member = tar.gettarinfo(path, arcname=name)
+    if member is None or not (member.isfile() or member.isdir() or member.issym() or member.islnk()):  # none at all: a socket
+        if left_out is not None:
+            left_out(name)
+        return
     member.uid = member.gid = 0
     member.uname = member.gname = ""
-    return member if member.isfile() or member.isdir() or member.issym() or member.islnk() else None
+    if member.isreg():
+        with path.open("rb") as content:
+            tar.addfile(member, content)
+        return
+    tar.addfile(member)
+    if member.isdir():
+        for below in sorted(os.listdir(path)):
+            _add(tar, path / below, f"{name}/{below}", left_out)
 
 
-async def unpack(chunks: AsyncIterable[bytes], directory: Path) -> int:
+async def unpack(chunks: AsyncIterable[bytes], directory: Path, left_out: LeftOut | None = None) -> int:
     """Unpack a hostile tar stream into `directory`; the bytes of file content."""
     try:
         directory.mkdir(exist_ok=True)
@@ -139,7 +153,7 @@ async def unpack(chunks: AsyncIterable[bytes], directory: Path) -> int:
     os.set_blocking(writable, False)
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(1, thread_name_prefix="opendsec-unpack") as pool:
-        job = loop.run_in_executor(pool, _unpack, readable, root)
+        job = loop.run_in_executor(pool, _unpack, readable, root, left_out)
         broken: BrokenPipeError | None = None
         try:
             async for chunk in chunks:
@@ -196,8 +210,9 @@ async def _ready(fd: int, *, write: bool) -> None:
             loop.remove_reader(fd)
 
 
-def _unpack(fd: int, root: int) -> int:
+def _unpack(fd: int, root: int, left_out: LeftOut | None) -> int:
     """Runs in the thread; owns both descriptors."""
+    skip = left_out or (lambda name: None)
     total = 0
     symlinks: list[tuple[tuple[str, ...], str]] = []
     modes: list[tuple[tuple[str, ...], int]] = []
@@ -206,23 +221,25 @@ def _unpack(fd: int, root: int) -> int:
             for member in tar:
                 parts = _parts(member.name)
                 if parts is None or (not parts and not member.isdir()):
-                    continue
-                if member.isdir():
+                    skip(member.name)
+                elif member.isdir():
                     os.close(_descend(root, parts))
                     modes.append((parts, member.mode & 0o777))
                 elif member.isfile():
                     content = tar.extractfile(member)
                     assert content is not None
                     total += _store(root, parts, content, member.mode & 0o777)
-                elif member.islnk():
-                    _link(root, parts, _parts(member.linkname))
+                elif member.islnk() and (target := _parts(member.linkname)):
+                    _link(root, parts, target)
                 elif member.issym() and _stays_within(parts, member.linkname):
                     symlinks.append((parts, member.linkname))
+                else:
+                    skip(member.name)
             while source.read(CHUNK_BYTES):  # padding after the end; leaving it would break the pipe under the writer
                 pass
         # Last, so that no later member is written through one, and modes after all content is in, deepest first.
-        for parts, target in symlinks:
-            _symlink(root, parts, target)
+        for parts, leads_to in symlinks:
+            _symlink(root, parts, leads_to)
         for parts, mode in sorted(modes, key=lambda one: -len(one[0])):
             directory = _descend(root, parts)
             try:
@@ -292,10 +309,8 @@ def _store(root: int, parts: tuple[str, ...], content: IO[bytes] | BinaryIO, mod
         os.close(directory)
 
 
-def _link(root: int, parts: tuple[str, ...], target: tuple[str, ...] | None) -> None:
+def _link(root: int, parts: tuple[str, ...], target: tuple[str, ...]) -> None:
     """A hard link to a member that came before."""
-    if not target:
-        return
     source, directory = _descend(root, target[:-1]), _descend(root, parts[:-1])
     try:
         _clear(parts[-1], directory)

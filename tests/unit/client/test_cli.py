@@ -178,6 +178,11 @@ def test_a_day_with_a_sandbox(dsec: Dsec, tmp_path: Path) -> None:
     assert dsec("exec", "-w", "/tmp", "-e", "X=1", box, "cat b; echo $X").out == "content\n1\n"
     assert dsec("cp", "-q", f"{box}:/tmp/tree", str(tmp_path / "copy")) == (0, "", "")
     assert (tmp_path / "copy" / "sub" / "a").read_text() == "content\n"
+    assert dsec("exec", "-w", "/tmp", box, "ln -s /etc/hostname tree/out").code == 0
+    assert "dsec: 1 left out (symlinks" in dsec("cp", f"{box}:/tmp/tree", str(tmp_path / "copy")).err
+    assert json.loads(dsec("cp", "--json", f"{box}:/tmp/tree", str(tmp_path / "copy")).out)["left_out"] == ["out"]
+    os.mkfifo(tmp_path / "tree" / "fifo")
+    assert dsec("cp", str(tmp_path / "tree"), f"{box}:/tmp").err == "dsec: 1 left out (neither files, directories nor symlinks): fifo\n"
     assert dsec("cp", "-q", f"{box}:/tmp/b", str(tmp_path)).code == 0
     assert (tmp_path / "b").read_text() == "content\n"
     process = dsec("exec", "-d", box, "echo begun; exec sleep 600").out.strip()

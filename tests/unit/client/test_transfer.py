@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import os
+import socket
 import tarfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -49,8 +50,14 @@ async def test_a_tree_makes_the_round_trip(tmp_path: Path) -> None:
     (source / "a" / "up").symlink_to("../a/run")
     Path(os.fsdecode(os.fsencode(source) + b"/caf\xe9")).write_bytes(b"x")
     os.mkfifo(source / "fifo")
-    raw = b"".join([chunk async for chunk in transfer.pack(source)])
-    assert await transfer.unpack(stream(raw), target) == 700_001
+    (source / "a" / "out").symlink_to("/etc/passwd")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(source / "a" / "socket"))
+    behind: list[str] = []
+    raw = b"".join([chunk async for chunk in transfer.pack(source, behind.append)])
+    assert sorted(behind) == ["a/socket", "fifo"]
+    assert await transfer.unpack(stream(raw), target, behind.append) == 700_001
+    assert sorted(behind) == ["a/out", "a/socket", "fifo"]  # nothing is left out in silence
     assert (target / "a" / "run").read_bytes() == (source / "a" / "run").read_bytes()
     assert (target / "a" / "run").stat().st_mode & 0o7777 == 0o755
     assert (target / "a" / "same").samefile(target / "a" / "run")
@@ -88,10 +95,14 @@ ESCAPES = {
 async def test_nothing_leaves_the_tree(name: str, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     target = tmp_path / "target"
+    behind: list[str] = []
     try:
-        await transfer.unpack(stream(archive(*ESCAPES[name])), target)
+        await transfer.unpack(stream(archive(*ESCAPES[name])), target, behind.append)
     except InvalidRequest:
         pass
+    else:
+        there = {one.name for one, _ in ESCAPES[name] if os.path.lexists(target / one.name.lstrip("/"))}
+        assert there | set(behind) == {one.name for one, _ in ESCAPES[name]}  # nothing is left out in silence
     assert {path.name for path in tmp_path.iterdir()} == {"secret", "target"}
     assert not Path("/tmp/opendsec-evil").exists()
     for path in target.rglob("*"):

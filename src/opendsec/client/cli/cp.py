@@ -9,6 +9,8 @@ import typer
 
 from opendsec.client.cli import common as c
 
+SHOWN_LEFT_OUT = 10
+
 
 def cp(
     source: Annotated[str, typer.Argument(help="A path here, or SANDBOX:/path.")],
@@ -18,8 +20,12 @@ def cp(
     json: c.Json = False,
     address: c.Address = None,
 ) -> None:
-    """Copy a file or a directory. Into an existing directory it goes by its own name, otherwise it becomes the target."""
+    """Copy a file or a directory. Into an existing directory it goes by its own name, otherwise it becomes the target.
+
+    Of a sandbox nothing is taken over that could lead out of the copy: symlinks only if they stay within it.
+    """
     import os
+    import sys
     from pathlib import Path
 
     from opendsec.api.errors import NotFound
@@ -47,7 +53,7 @@ def cp(
                     inside = to_path.endswith("/")
                 where = f"{to_path.rstrip('/')}/{name}" if inside else to_path
                 with bytes_bar(f"to {to_box}", _size(Path(from_path)), quiet=quiet or json) as advance:
-                    return await files.upload(from_path, where, user=user, progress=advance)
+                    return await files.upload(from_path, where, user=user, progress=advance, left_out=left_out.append)
             files = client.sandbox(from_box).files
             local = Path(to_path)
             if local.is_dir() or to_path.endswith("/"):
@@ -55,12 +61,18 @@ def cp(
             info = await files.stat(from_path)
             total = info.size_bytes if info.kind == "file" else None
             with bytes_bar(f"from {from_box}", total, quiet=quiet or json) as advance:
-                return await files.download(from_path, local, progress=advance)
+                return await files.download(from_path, local, progress=advance, left_out=left_out.append)
 
+    left_out: list[str] = []
     copied = c.execute(work(), json=json)
     if json:
-        c.print_json({"bytes": copied})
-    elif not quiet:
+        c.print_json({"bytes": copied, "left_out": left_out})
+        return
+    if left_out:
+        shown = ", ".join(left_out[:SHOWN_LEFT_OUT]) + (", …" if len(left_out) > SHOWN_LEFT_OUT else "")
+        why = "symlinks that lead out of the copy, devices and the like" if split(source)[0] else "neither files, directories nor symlinks"
+        print(f"dsec: {len(left_out)} left out ({why}): {shown}", file=sys.stderr)
+    if not quiet:
         print(f"{format_bytes(copied)} copied")
 
 
