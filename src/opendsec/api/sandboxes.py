@@ -11,6 +11,7 @@ from opendsec.api.errors import ErrorBody
 from opendsec.api.spec import AnySpec, Limits
 
 SandboxState = Literal["creating", "running", "stopping", "stopped", "lost"]
+EdgeState = Literal["starting", "ready", "draining"]
 
 
 class SandboxInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +100,7 @@ class EdgeInfo(msgspec.Struct, frozen=True, kw_only=True):
     edge_id: str
     version: str
     api: int  # the generation of this contract
-    state: Literal["starting", "ready", "draining"]
+    state: EdgeState
     pid: int
     started_at: float
     sandboxes: int

@@ -14,7 +14,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from opendsec import __version__
 from opendsec.api import wire
 from opendsec.api.errors import Conflict, NotFound, SandboxLost, Unavailable
-from opendsec.api.sandboxes import CreateResponse, EdgeInfo, SandboxInfo, SandboxState
+from opendsec.api.images import Collected
+from opendsec.api.sandboxes import CreateResponse, EdgeInfo, EdgeState, SandboxInfo, SandboxState
 from opendsec.api.spec import CreateRequest
 from opendsec.edge import admission, creating, lifecycle
 from opendsec.edge.actions import Action, Actions, request_digest
@@ -56,7 +57,7 @@ class Node:
         self.boxes: dict[str, Box] = {}
         self.promised = admission.Promised()
         self.started_at = clock.time()
-        self.phase: str = "starting"
+        self.phase: EdgeState = "starting"
         self.on_shutdown: Callable[[], None] = lambda: None
         self.on_destroy: list[Callable[[Box], None]] = []  # before a sandbox is destroyed
         self.on_destroyed: list[Callable[[Box], None]] = []  # once nothing of it is left
@@ -260,7 +261,7 @@ class Node:
             edge_id=self.edge_id,
             version=__version__,
             api=wire.API_GENERATION,
-            state="starting" if self.phase == "starting" else "ready" if self.phase == "ready" else "draining",
+            state=self.phase,
             pid=os.getpid(),
             started_at=self.started_at,
             sandboxes=self.promised.sandboxes,
@@ -274,6 +275,20 @@ class Node:
     def layers_in_use(self) -> frozenset[str]:
         """Digests of layers of living sandboxes."""
         return frozenset(digest for box in self.boxes.values() if box.state.held for digest in box.template.layers)
+
+    async def collect(self, *, dry_run: bool) -> Collected:
+        """Remove layers that neither a name nor a living sandbox uses, and let go of their mounts."""
+        collected = await self.images.collect(self.layers_in_use(), dry_run=dry_run)
+        if not dry_run:
+            await self._unmount_unused()
+        return collected
+
+    async def _unmount_unused(self) -> None:
+        for name, backend in self.backends.items():
+            try:
+                await backend.unmount_unused()
+            except Exception as error:
+                self.log.error("layers.not_unmounted", backend=name, reason=str(error))
 
     # --- use -------------------------------------------------------------------------------------------------------------
 
@@ -323,7 +338,8 @@ class Node:
     # --- life of the node --------------------------------------------------------------------------------------------------
 
     def prune(self) -> None:
-        """Forget old ended sandboxes, actions and events."""
+        """Forget old ended sandboxes, actions and events, and layers that nobody uses now."""
+        self.spawn(self._unmount_unused())
         try:
             for sandbox_id in self.journal.prune(self.clock.time(), self._retention):
                 self.boxes.pop(sandbox_id, None)

@@ -169,7 +169,7 @@ class NodeRoutes:
     async def collect(self, request: Request) -> Collected:
         dry_run = request.flag("dry_run")
         await request.no_body()
-        return await self._node.images.collect(self._node.layers_in_use(), dry_run=dry_run)
+        return await self._node.collect(dry_run=dry_run)
 
 
 class Routes:

@@ -224,5 +224,8 @@ class Backend(Protocol):
     def leftovers(self) -> Sequence[str]:
         """Ids of sandboxes of this edge that have cgroups, scratch or processes here."""
 
+    async def unmount_unused(self) -> int:
+        """Let go of the mounts of layers that no sandbox uses, which would keep the space of removed ones; how many."""
+
     async def close(self) -> None:
         """Release what all sandboxes share; living sandboxes stay."""

@@ -226,3 +226,20 @@ async def test_a_journal_that_cannot_be_written_stops_creates_not_ends(world: Wo
     world.journal._db.execute("PRAGMA query_only = 0")
     node.flush()
     assert states(world) == {info.id: ("stopped", False)}
+
+
+async def test_layers_are_let_go_when_garbage_is_collected_and_from_time_to_time(world: World, node: Node) -> None:
+    await until_idle(node)
+    before = world.backend.tidied
+    await node.collect(dry_run=True)
+    assert world.backend.tidied == before
+    await node.collect(dry_run=False)
+    assert world.backend.tidied == before + 1
+    node.prune()
+    await until_idle(node)
+    assert world.backend.tidied == before + 2
+
+
+async def until_idle(node: Node) -> None:
+    while node._tasks:
+        await asyncio.wait(node._tasks)

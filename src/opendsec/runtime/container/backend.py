@@ -158,13 +158,14 @@ class ContainerBackend:
         return frozenset(self._users)
 
     async def unmount_unused(self) -> int:
-        """Let go of the mounts of layers that no sandbox uses; how many."""
-        unused = [digest for digest, mounting in self._mounting.items() if mounting.done() and digest not in self._users]
-        for digest in unused:
-            del self._mounting[digest]
-            if self._spawner is not None and self._spawner.alive:
-                await self._spawner.call("unlayer", {"digest": digest.encode()})
-        return len(unused)
+        count = 0
+        for digest, mounting in list(self._mounting.items()):
+            # Looked at one by one: while the last was let go, somebody may have begun to use this one.
+            if mounting.done() and digest not in self._users and self._mounting.pop(digest, None) is not None:
+                count += 1
+                if self._spawner is not None and self._spawner.alive:
+                    await self._spawner.call("unlayer", {"digest": digest.encode()})
+        return count
 
     # --- create ----------------------------------------------------------------------------------------------------
 

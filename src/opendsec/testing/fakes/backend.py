@@ -301,6 +301,7 @@ class FakeBackend:
         self.created: list[Placement] = []
         self.before_create: Callable[[Placement], OpenDSecError | asyncio.Future[None] | None] = lambda placement: None
         self.started = self.closed = False
+        self.tidied = 0  # calls of `unmount_unused`
 
     def capabilities(self) -> tuple[Capability, ...]:
         return (
@@ -360,6 +361,10 @@ class FakeBackend:
 
     def leftovers(self) -> Sequence[str]:
         return list(self.machine.sandboxes)
+
+    async def unmount_unused(self) -> int:
+        self.tidied += 1
+        return 0
 
     async def close(self) -> None:
         self.closed = True
