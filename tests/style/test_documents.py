@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from functools import cache
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from benchmarks import spec
 from tests.style.test_sources import identify, tracked_files
-from tests.support import ROOT
+from tests.support import ROOT, SRC
 
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 
@@ -66,6 +67,18 @@ def test_decisions_are_numbered_and_listed() -> None:
     assert [int(name[:4]) for name in names] == list(range(1, len(names) + 1))
     listed = (ROOT / "docs" / "adr" / "README.md").read_text()
     assert [name for name in names if f"({name})" not in listed] == []
+
+
+def test_the_architecture_names_what_exists() -> None:
+    """Each "`file.py` `name`, `name`" is a module and functions, methods or classes in it."""
+    wrong = []
+    for file, names in re.findall(r"`([\w/]+\.py)`((?:,? `[\w.]+`(?!\.py))*)", (ROOT / "docs" / "architecture.md").read_text()):
+        path = SRC / file
+        tree = ast.parse(path.read_text()) if path.is_file() else ast.Module([], [])
+        known = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+        wrong += [f"{file} {name}" for name in re.findall(r"`([\w.]+)`", names) if not set(name.split(".")) <= known]
+        wrong += [] if path.is_file() else [file]
+    assert wrong == []
 
 
 def test_threats_are_numbered_without_a_gap() -> None:
