@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import signal
 from pathlib import Path
 
 import pytest
 
-from opendsec.api.errors import Conflict, InvalidRequest
+from opendsec.api.errors import Conflict, InvalidRequest, Unavailable
 from opendsec.client.rollout.results import Failure, FailureKind, ResultFile, TaskResult, Timings, summarize
 from opendsec.client.rollout.tasks import Verdict
 
@@ -64,6 +67,32 @@ def test_another_file_is_not_overwritten(tmp_path: Path) -> None:
     assert path.read_text() == "my notes\n"
     with pytest.raises(InvalidRequest, match="cannot write"):
         ResultFile(tmp_path / "no" / "out").__enter__()
+
+
+def test_only_a_regular_file_can_keep_results(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    for path in (fifo, Path("/dev/full"), tmp_path):
+        with pytest.raises(InvalidRequest, match=r"not a regular file|Is a directory") as caught:
+            ResultFile(path).__enter__()
+        assert caught.value.field == "out"
+
+
+def test_a_full_disk_is_told_as_such(tmp_path: Path) -> None:
+    with ResultFile(tmp_path / "out.jsonl") as file:
+        file.append(result("a"))
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "out.jsonl").stat().st_size + 10, limits[1]))
+        try:
+            with pytest.raises(Unavailable, match="cannot write"):
+                file.append(result("b"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, before)
+        assert "b" not in file.done
+    with ResultFile(tmp_path / "out.jsonl") as file:
+        assert set(file.done) == {"a"}  # the half line is cut off, and `b` runs again
 
 
 def test_summary() -> None:

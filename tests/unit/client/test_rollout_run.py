@@ -102,6 +102,33 @@ async def test_links_are_opaque(client: Client, tmp_path: Path) -> None:
     assert result.verify_tail.strip() == str(secret) and result.missing_outputs == ("/w/dangling",)
 
 
+async def test_no_link_takes_the_judges_files_elsewhere(client: Client) -> None:
+    """The judge's files land where they would without the agent. Links of the image itself go on being followed."""
+    for links in ("ln -s ../x t/sub", "mkdir t/y; ln -s ../../x t/y/z; ln -s y/z t/sub", "ln -s ../x/missing t/sub"):
+        made = task(
+            files=START,
+            actions=acts(f"mkdir -p t x; {links}"),
+            outputs=["/w/t"],
+            verify=verify("true", files={"/w/t/sub/f": "judge", "/w/t/g": ""}),
+        )
+        result = await run(client, made)
+        assert result.verdict == "fail" and result.failure is not None, links
+        assert result.failure.kind == "agent" and "/w/t/sub/f would have become /w/x" in result.failure.message, links
+    # A link that leads nowhere near the judge's files is the agent's own business.
+    harmless = acts("mkdir t; ln -s /nowhere t/l")
+    made = task(files=START, actions=harmless, outputs=["/w/t"], verify=verify("cat t/g", files={"/w/t/g": "judge"}))
+    result = await run(client, made)
+    assert result.verdict == "pass" and result.verify_tail == "judge"
+
+
+async def test_what_ended_raises_ends_the_run(client: Client) -> None:
+    def ended(result: TaskResult) -> None:
+        raise Unavailable("no room for results")
+
+    with pytest.raises(Unavailable, match="no room"):
+        await Runner(client).run_all([task(id="a"), task(id="b")], parallel=2, ended=ended)
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [

@@ -51,6 +51,10 @@ class Outputs:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stack.close()
 
+    @property
+    def may_have_links(self) -> bool:
+        return any(output.directory for output in self._taken)
+
     async def take(self, box: Sandbox, path: str) -> None:
         """Read one output. One that is missing, or neither a file nor a directory, is noted. Raises TooLarge."""
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +18,7 @@ from typing import IO, Literal
 
 import msgspec
 
-from opendsec.api.errors import Conflict, InvalidRequest
+from opendsec.api.errors import Conflict, InvalidRequest, Unavailable
 from opendsec.api.exec import Outcome
 from opendsec.client.rollout.tasks import Verdict
 
@@ -108,9 +109,14 @@ class ResultFile:
 
     def __enter__(self) -> ResultFile:
         try:
-            self._file = self.path.open("a+b", buffering=0)
+            # A FIFO without a reader would block here, and a device could be read for ever.
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                os.close(fd)
+                raise InvalidRequest(f"{self.path} is not a regular file", field="out")
         except OSError as error:
             raise InvalidRequest(f"cannot write {self.path}: {error.strerror}", field="out") from None
+        self._file = os.fdopen(fd, "a+b", buffering=0)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -144,10 +150,14 @@ class ResultFile:
                 self.done[result.id] = result
 
     def append(self, result: TaskResult) -> None:
+        """Raises Unavailable if the disk refuses: what follows could not be recorded either. The next run goes on from here."""
         assert self._file is not None
         line = memoryview(msgspec.json.encode(result) + b"\n")
-        while line:
-            line = line[self._file.write(line) :]
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            raise Unavailable(f"cannot write {self.path}: {error.strerror}", field="out") from None
         self.done[result.id] = result
 
 

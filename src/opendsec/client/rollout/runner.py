@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import posixpath
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -29,6 +30,7 @@ from opendsec.api.spec import Container
 from opendsec.client.aio import KILL_TIMEOUT_S, Client, Sandbox
 from opendsec.client.results import Result
 from opendsec.client.rollout.carry import Outputs, TooLarge
+from opendsec.client.rollout.places import Places
 from opendsec.client.rollout.results import Failure, FailureKind, Step, TaskResult, Timings
 from opendsec.client.rollout.tasks import Agent, BadTask, Task, Verdict
 
@@ -116,7 +118,7 @@ class Runner:
         ended: Callable[[TaskResult], None],
         began: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Run tasks, `parallel` at a time, and call `ended` with each result as it comes."""
+        """Run tasks, `parallel` at a time, and call `ended` with each result as it comes. Raises what `ended` raises, and stops then."""
         waiting = iter(tasks)
 
         async def work() -> None:
@@ -124,9 +126,14 @@ class Runner:
                 began(task.id)
                 ended(await self.run(task))
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(parallel, len(tasks))):
-                group.create_task(work())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(parallel, len(tasks))):
+                    group.create_task(work())
+        except BaseExceptionGroup as errors:
+            if isinstance(error := errors.exceptions[0], OpenDSecError):
+                raise error from None
+            raise
 
     async def run(self, task: Task | BadTask) -> TaskResult:
         """The result of one task. Raises nothing of OpenDSec: every error is part of the result."""
@@ -165,7 +172,9 @@ class Runner:
                 async with _blaming(maker, box):
                     if not task.has_agent_phase:
                         await _write_files(box, task.files)
+                    before = [await Places(box).of(path) for path in task.verify.files] if outputs.may_have_links else []
                     await outputs.give(box)
+                    await _refuse_detours(box, task.verify.files, before)
                     await _write_files(box, task.verify.files)
                 progress.carry_ms += _since(begun)
                 async with _blaming("infrastructure", box):
@@ -311,6 +320,15 @@ async def end_leftovers(client: Client, labels: dict[str, str]) -> int:
 
     await asyncio.gather(*(end(box) for box in boxes))
     return len(boxes)
+
+
+async def _refuse_detours(box: Sandbox, files: Iterable[str], before: Sequence[str]) -> None:
+    """The judge's files belong where they would be without the agent: no link that it left may take them elsewhere."""
+    places = Places(box)
+    for path, expected in zip(files, before, strict=False):
+        place = await places.of(path)
+        if place not in (expected, posixpath.normpath(path)):
+            raise _Failed("agent", f"the judge's {path} would have become {place}, by a link among the outputs")
 
 
 async def _write_files(box: Sandbox, files: dict[str, str]) -> None:

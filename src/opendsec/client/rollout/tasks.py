@@ -21,8 +21,8 @@ import msgspec
 
 from opendsec.api import wire
 from opendsec.api.errors import InvalidRequest
-from opendsec.api.exec import Command
-from opendsec.api.spec import Container, check_path
+from opendsec.api.exec import TIMEOUT_S, Command
+from opendsec.api.spec import Container, check_env, check_number, check_path, check_text
 
 Verdict = Literal["pass", "fail"]
 
@@ -55,6 +55,18 @@ class Agent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     timeout_s: float = AGENT_TIMEOUT_S
     cwd: str | None = None
     env: dict[str, str] = {}
+
+    def check(self) -> None:
+        """Raises InvalidRequest for what no program of this machine could be started with."""
+        words = (self.command,) if isinstance(self.command, str) else self.command
+        if not words or not words[0]:
+            raise InvalidRequest("must name a program", field="command")
+        for word in words:
+            check_text(word, "command", limit=131_071)
+        if self.cwd is not None:
+            check_text(self.cwd, "cwd", limit=4095)
+        check_env(self.env, "env")
+        check_number(self.timeout_s, "timeout_s", TIMEOUT_S)
 
 
 class TaskLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -131,8 +143,9 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise InvalidRequest("must be 1 to 200 printable characters", field="id")
         if self.agent is not None and self.actions:
             raise InvalidRequest("give actions or an agent, not both", field="agent")
-        if self.agent is not None and (not self.agent.command or self.agent.timeout_s <= 0):
-            raise InvalidRequest("needs a command, and a time-out above 0", field="agent")
+        if self.agent is not None:
+            with _within("agent"):
+                self.agent.check()
         for index, action in enumerate(self.actions):
             with _within(f"actions[{index}]"):
                 action.command().check()
