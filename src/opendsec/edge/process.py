@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 EVENT_BYTES = 64 << 10
 TEXT_CHARACTERS = 200
+HOLD_BYTES = 128 << 10  # a reader that holds a command may be this far behind; with a read and a pipe more it is within what is kept
 DYING_S = 10.0  # after SIGKILL; only a process stuck in the kernel takes longer
 
 
@@ -62,6 +63,7 @@ class Process:
         "_changed",
         "_done",
         "_dying",
+        "_holding",
         "exit",
         "_pins",
         "_readers",
@@ -121,6 +123,7 @@ class Process:
         self._changed: set[asyncio.Future[None]] = set()  # who waits for output or the end
         self._done: set[asyncio.Future[None]] = set()  # who waits for the end
         self._pins = 0
+        self._holding: dict[int, dict[StreamName, int]] = {}  # offsets of readers for which the command is to wait, by their id()
 
     # --- start -----------------------------------------------------------------------------------------------------
 
@@ -141,10 +144,14 @@ class Process:
     def feed_stdout(self, data: memoryview) -> None:
         self.stdout.write(data)
         self._on_output()
+        if self._holding:
+            self._regulate()
 
     def feed_stderr(self, data: memoryview) -> None:
         self.stderr.write(data)
         self._on_output()
+        if self._holding:
+            self._regulate()
 
     def _on_output(self) -> None:
         limit = self.output_limit
@@ -210,6 +217,8 @@ class Process:
                 timer.cancel()
         self._timeout = None
         self.duration_s = max(0.0, self.table.clock.monotonic() - self.started_monotonic)
+        self._holding.clear()  # children that live on wait for nobody
+        self._regulate()
         for reader in self._readers:
             reader.drain()
         # The drain may have passed the output limit and set this one anew.
@@ -333,22 +342,35 @@ class Process:
         self.stdout.follow()
         self.stderr.follow()
 
+    def _regulate(self) -> None:
+        """Read on, or not: the slowest of those that hold the command sets the pace."""
+        streams: tuple[tuple[StreamName, Output], ...] = (("stdout", self.stdout), ("stderr", self.stderr))
+        for reader, (name, output) in zip(self._readers, streams, strict=False):  # a terminal is one for both
+            slowest = min((offsets[name] for offsets in self._holding.values()), default=output.total)
+            reader.pause(output.total - slowest > HOLD_BYTES)
+
     async def events(
-        self, stdout_offset: int = 0, stderr_offset: int = 0, *, announce: bool = False, followed: bool = False
+        self, stdout_offset: int = 0, stderr_offset: int = 0, *, announce: bool = False, followed: bool = False, hold: bool = False
     ) -> AsyncGenerator[ExecEvent, None]:
         """What it wrote from the offsets on and what it writes until it ends, then its end. `announce`: a `started` event first.
 
-        Nothing waits for this reader: what it does not take in time is told as a gap. Raises SandboxLost after the last output.
+        With `hold` the command waits for this reader, as a full pipe makes it; else what is not taken in time is told as a gap.
+        Raises SandboxLost after the last output.
         """
         if not followed:
             self.follow()
+        offsets: dict[StreamName, int] = {"stdout": stdout_offset, "stderr": stderr_offset}
+        if hold and not self.ended:
+            self._holding[id(offsets)] = offsets
         try:
             if announce:
                 yield ExecEvent(kind="started", process_id=self.id)
-            async with aclosing(self._follow({"stdout": stdout_offset, "stderr": stderr_offset})) as events:
+            async with aclosing(self._follow(offsets)) as events:
                 async for event in events:
                     yield event
         finally:
+            if self._holding.pop(id(offsets), None) is not None:
+                self._regulate()
             self.stdout.unfollow()
             self.stderr.unfollow()
 
@@ -369,6 +391,8 @@ class Process:
                     data = data[: max(0, len(data) - (following - ends[name]))]
                     following, missing = ends[name], min(missing, ends[name] - offset)
                 offsets[name] = following
+                if self._holding:
+                    self._regulate()
                 if missing:
                     progressed = True
                     yield ExecEvent(kind="gap", process_id=self.id, stream=name, offset=offset, missing_bytes=missing)

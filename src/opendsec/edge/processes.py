@@ -356,14 +356,16 @@ class ProcessTable:
         await self._begin(process, command)
         return process.events(announce=True, followed=True)
 
-    def attach(self, process_id: str, *, stdout_offset: int = 0, stderr_offset: int = 0) -> AsyncGenerator[ExecEvent, None]:
+    def attach(
+        self, process_id: str, *, stdout_offset: int = 0, stderr_offset: int = 0, hold: bool = False
+    ) -> AsyncGenerator[ExecEvent, None]:
         """What a command wrote from the offsets on and what happens until its end: see `Process.events`.
 
         Raises NotFound, InvalidRequest before the first event."""
         for name, offset in (("stdout_offset", stdout_offset), ("stderr_offset", stderr_offset)):
             if offset < 0:
                 raise InvalidRequest("must be at least 0", field=name)
-        return self.get(process_id).events(stdout_offset, stderr_offset)
+        return self.get(process_id).events(stdout_offset, stderr_offset, hold=hold)
 
     async def wait(self, process_id: str, timeout_s: float | None = None) -> ExecResult:
         """Its result once it has ended. Raises TimeoutError after `timeout_s`, and the command goes on; NotFound, SandboxLost."""

@@ -92,10 +92,11 @@ def input_pipe() -> tuple[int, int]:
 class Reader:
     """Reads a pipe or terminal to its end and hands the bytes on. Owns the descriptor."""
 
-    __slots__ = ("_feed", "_on_end", "_poller", "fd")
+    __slots__ = ("_feed", "_on_end", "_paused", "_poller", "fd")
 
     def __init__(self, poller: Poller, fd: int, feed: Callable[[memoryview], None], on_end: Callable[[], None]) -> None:
         self._poller, self.fd, self._feed, self._on_end = poller, fd, feed, on_end
+        self._paused = False
         poller.watch(fd, select.EPOLLIN, self._on_ready)
 
     @property
@@ -122,8 +123,18 @@ class Reader:
             self.close()
         return size
 
+    def pause(self, paused: bool) -> None:
+        """Whether to leave what comes where it is: then whoever writes waits, once the pipe is full."""
+        if paused == self._paused or self.fd < 0:
+            return
+        self._paused = paused
+        if paused:
+            self._poller.unwatch(self.fd)
+        else:
+            self._poller.watch(self.fd, select.EPOLLIN, self._on_ready)
+
     def drain(self) -> None:
-        """Read what is there now, without waiting."""
+        """Read what is there now, without waiting, paused or not."""
         if self.fd < 0:
             return
         left = -1

@@ -10,7 +10,7 @@ from contextlib import aclosing
 import pytest
 
 from opendsec.api.errors import InvalidRequest, NotFound, QuotaExceeded, SandboxLost, Unavailable
-from opendsec.api.exec import Command
+from opendsec.api.exec import Command, Pty
 from opendsec.edge import processes
 from opendsec.edge.retention import Retention
 from opendsec.runtime.backend import Counters, Exit
@@ -70,6 +70,35 @@ async def test_a_slow_reader_gets_a_gap_and_delays_nobody(bench: Bench) -> None:
         assert event.offset == position
         position += len(event.data) + event.missing_bytes
     assert position == total and data_of(rest).endswith(b"\n200000\n")
+
+
+@pytest.mark.parametrize("ends", ["reads on", "goes away", "kills it"])
+@pytest.mark.parametrize("capture_bytes", [0, 4 << 20])
+@pytest.mark.parametrize("terminal", [False, True], ids=["pipe", "terminal"])
+async def test_a_reader_that_holds_the_command(bench: Bench, ends: str, capture_bytes: int, terminal: bool) -> None:
+    process = await bench.start(
+        "stty raw -echo 2>/dev/null; echo first; read x; seq 1 300000",
+        stdin_mode="stream",
+        capture_bytes=capture_bytes,
+        pty=Pty() if terminal else None,
+    )
+    idle = bench.execution.poller.watched()
+    async with aclosing(bench.table.attach(process.id, hold=True)) as slow:
+        first = await anext(slow)
+        await bench.table.stdin(process.id, b"\n")
+        await eventually(lambda: bench.execution.poller.watched() < idle)  # its output is left in the pipe: it waits
+        assert not process.ended
+        assert process.stdout.total < 1 << 20
+        if ends == "reads on":
+            rest = await collect(slow)
+            data = first.data + data_of(rest)
+            assert data == b"first\n" + b"".join(b"%d\n" % number for number in range(1, 300_001))
+        elif ends == "kills it":
+            process.stop("killed", "enough")
+            assert all(event.kind != "gap" for event in await collect(slow))
+    result = await process.wait()
+    assert result.outcome == ("killed" if ends == "kills it" else "exited")
+    assert ends == "kills it" or result.stdout.total_bytes == len("first\n") + sum(len(f"{number}\n") for number in range(1, 300_001))
 
 
 async def test_attach_ends_though_a_child_floods(bench: Bench) -> None:

@@ -135,7 +135,7 @@ def test_output_that_cannot_be_written(edge: FakeEdge, words: tuple[str, ...]) -
 def test_output_that_was_lost_is_no_success(dsec: Dsec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who reads a pipe must not take what came for all of it."""
 
-    async def attach(process: aio.Process) -> AsyncIterator[StreamEvent]:
+    async def attach(process: aio.Process, *, hold: bool) -> AsyncIterator[StreamEvent]:
         yield StreamEvent(kind="output", process_id=process.id, stream="stdout", data=b"begin", text="begin")
         for _ in range(2):
             yield StreamEvent(kind="gap", process_id=process.id, stream="stdout", missing_bytes=500)

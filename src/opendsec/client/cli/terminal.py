@@ -44,7 +44,7 @@ async def joined(
 async def _show(process: Process) -> tuple[Result, int]:
     lost = 0
     try:
-        async for event in process.attach():
+        async for event in process.attach(hold=True):
             if event.data:
                 _write(2 if event.stream == "stderr" else 1, event.data)
             elif event.kind == "gap":
