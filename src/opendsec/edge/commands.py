@@ -8,7 +8,8 @@ had begun.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import msgspec
@@ -31,7 +32,7 @@ from opendsec.edge import lifecycle
 from opendsec.edge.actions import Action, request_digest
 from opendsec.edge.box import Box
 from opendsec.edge.node import Node
-from opendsec.edge.process import Process, summary
+from opendsec.edge.process import summary
 from opendsec.edge.processes import Defaults, Execution, ProcessTable
 from opendsec.edge.sessions import SessionTable
 from opendsec.edge.tables import CommandRow
@@ -94,19 +95,21 @@ class Commands:
 
     # --- start -----------------------------------------------------------------------------------------------------------
 
-    async def _start(self, box: Box, table: ProcessTable, command: Command, action: Action[ExecResult] | Action[ProcessInfo]) -> Process:
-        """Journal the intent, then start."""
+    @contextmanager
+    def _intended(self, box: Box, table: ProcessTable, kind: str, command: Command, action: Action[R]) -> Iterator[str]:
+        """Journal the intent to start a command under the id that is given; forget it if that came to nothing."""
         process_id, now = ids.new_id(ids.PROCESS), self._node.clock.time()
         journal = self._node.journal
         with self._node.use(box):
             with journal.transaction():
-                journal.begin_command(process_id, box.id, "run", command.action_id, summary(command), now)
+                journal.begin_command(process_id, box.id, kind, command.action_id, summary(command), now)
                 action.begin(process_id, now)
                 self._node.save_use(box)
             try:
-                return await table.start(command, process_id=process_id)
+                yield process_id
             except OpenDSecError:
-                journal.drop_command(process_id)
+                if not _knows(table, process_id):
+                    journal.drop_command(process_id)
                 raise
 
     async def run(self, sandbox_id: str, command: Command) -> ExecResult:
@@ -114,8 +117,8 @@ class Commands:
         box, table = self.table(sandbox_id)
 
         async def work(action: Action[ExecResult]) -> ExecResult:
-            process = await self._start(box, table, command, action)
-            return await process.wait()
+            with self._intended(box, table, "run", command, action) as process_id:
+                return await table.run(command, process_id=process_id)
 
         return await self._once(box, command, "run", work, ExecResult)
 
@@ -124,7 +127,8 @@ class Commands:
         box, table = self.table(sandbox_id)
 
         async def work(action: Action[ProcessInfo]) -> ProcessInfo:
-            return (await self._start(box, table, command, action)).info()
+            with self._intended(box, table, "run", command, action) as process_id:
+                return (await table.start(command, process_id=process_id)).info()
 
         recorded = await self._once(box, command, "start", work, ProcessInfo)
         try:
@@ -135,23 +139,25 @@ class Commands:
     async def stream(self, sandbox_id: str, command: Command) -> AsyncGenerator[ExecEvent, None]:
         """Start and follow. A repeated action id follows the running command, or tells the recorded result."""
         box, table = self.table(sandbox_id)
-        started: asyncio.Future[Process] = asyncio.get_running_loop().create_future()
+        started: asyncio.Future[AsyncGenerator[ExecEvent, None]] = asyncio.get_running_loop().create_future()
         before = None if command.action_id is None else self._node.actions.running(command.action_id)
 
         async def work(action: Action[ExecResult]) -> ExecResult:
-            process = await self._start(box, table, command, action)
-            started.set_result(process)
-            return await process.wait() if command.action_id is not None else ExecResult(outcome="unknown", process_id=process.id)
+            with self._intended(box, table, "run", command, action) as process_id:
+                started.set_result(await table.stream(command, process_id=process_id))
+                if command.action_id is None:
+                    return ExecResult(outcome="unknown", process_id=process_id)  # nobody will ask
+                return await table.wait(process_id)
 
         ending = asyncio.ensure_future(self._once(box, command, "stream", work, ExecResult))
         if before is not None and before == self._digest(box, command, "stream"):
             for info in table.list():
                 if info.action_id == command.action_id and not started.done():
-                    started.set_result(table.get(info.id))
+                    started.set_result(table.get(info.id).events(announce=True))
         await asyncio.wait((started, ending), return_when=asyncio.FIRST_COMPLETED)
         if started.done():
             ending.add_done_callback(_seen)  # its result is for the journal, this caller reads the events
-            return started.result().events(announce=True)
+            return started.result()
         return _replay(await ending)
 
     async def _once(self, box: Box, command: Command, kind: str, work: Callable[[Action[R]], Awaitable[R]], result: type[R]) -> R:
@@ -211,19 +217,9 @@ class Commands:
             info = sessions.info(session_id)
             if info.state != "open":  # looked at before the intent: a refusal must not become the action's result
                 raise Conflict(f"the session is {info.state}" + (f": {info.message}" if info.message else ""))
-            process_id, now = ids.new_id(ids.PROCESS), self._node.clock.time()
-            journal = self._node.journal
-            with self._node.use(box):
-                with journal.transaction():
-                    journal.begin_command(process_id, box.id, "session", request.action_id, summary(Command(shell=request.shell)), now)
-                    action.begin(process_id, now)
-                    self._node.save_use(box)
-                try:
-                    return await sessions.run(session_id, request, process_id=process_id)
-                except OpenDSecError:
-                    if not _knows(table, process_id):
-                        journal.drop_command(process_id)
-                    raise
+            command = Command(shell=request.shell, action_id=request.action_id)
+            with self._intended(box, table, "session", command, action) as process_id:
+                return await sessions.run(session_id, request, process_id=process_id)
 
         return await self._node.actions.once(
             request.action_id,

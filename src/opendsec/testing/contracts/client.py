@@ -251,6 +251,10 @@ async def streams_output_as_it_comes(setup: Setup) -> None:
         assert b"".join(event.data for event in events) == "café\n".encode()
         result = events[-1].result
         assert result is not None and result.exit_code == 7
+        # who follows from the start gets all of it, also if nothing is to be kept
+        events = [event async for event in box.stream("seq 1 2000", capture_bytes=0)]
+        assert joined(events) == "".join(f"{number}\n" for number in range(1, 2001))
+        assert [event for event in events if event.kind == "gap"] == []
 
 
 @check
