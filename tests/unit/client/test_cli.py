@@ -132,6 +132,11 @@ def test_output_that_cannot_be_written(edge: FakeEdge, words: tuple[str, ...]) -
     assert edge.boxes == {}
 
 
+def test_large_output_passes_without_a_word(dsec: Dsec) -> None:
+    ran = dsec("run", "debian", "head -c 12000000 /dev/zero | tr '\\0' x")
+    assert (ran.code, len(ran.out), ran.err) == (0, 12_000_000, "")
+
+
 def test_output_that_was_lost_is_no_success(dsec: Dsec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who reads a pipe must not take what came for all of it."""
 

@@ -223,8 +223,10 @@ async def run_in(box: Sandbox, words: list[str], options: CommandOptions, *, int
     from opendsec.client.cli.terminal import joined
 
     result, lost = await joined(box, command, options, interactive=interactive, terminal=tty)
-    if result.outcome not in ("exited", "signalled") or result.limits_hit:
-        hit = f" (limits hit: {', '.join(result.limits_hit)})" if result.limits_hit else ""
+    # How much of the output the edge keeps is nothing to whoever got all of it.
+    limits = [limit for limit in result.limits_hit if limit != "output" or result.outcome == "output_limit"]
+    if result.outcome not in ("exited", "signalled") or limits:
+        hit = f" (limits hit: {', '.join(limits)})" if limits else ""
         print(f"dsec: the command {result.describe()}{hit}", file=sys.stderr)
     if lost:
         print(f"dsec: {lost} bytes of its output are missing here: it wrote faster than they were read", file=sys.stderr)
