@@ -122,11 +122,15 @@ async def test_no_link_takes_the_judges_files_elsewhere(client: Client) -> None:
 
 
 async def test_what_ended_raises_ends_the_run(client: Client) -> None:
+    heard = []
+
     def ended(result: TaskResult) -> None:
+        heard.append(result.id)
         raise Unavailable("no room for results")
 
     with pytest.raises(Unavailable, match="no room"):
-        await Runner(client).run_all([task(id="a"), task(id="b")], parallel=2, ended=ended)
+        await Runner(client).run_all([task(id="a"), task(id="b")], parallel=1, ended=ended)
+    assert heard == ["a"]
 
 
 @pytest.mark.parametrize(
