@@ -17,7 +17,8 @@ import asyncio
 import itertools
 import json
 import os
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -362,6 +363,14 @@ class Node:
         self.wait(self.loop.shutdown_default_executor())
         self.loop.close()
         assert leftovers == []
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for what the kernel tells of nowhere but in a file that has to be read again. `what` is the complaint if it does not come."""
+    deadline = time.monotonic() + TIMEOUT_S / 2
+    while not condition():
+        assert time.monotonic() < deadline, what
+        os.sched_yield()
 
 
 @pytest.fixture(scope="module")

@@ -6,15 +6,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from opendsec.api.exec import Pty
 from opendsec.kernel import procfs, syscalls
 from opendsec.runtime.backend import Running
-from tests.boxes import Box, Command, Node
+from tests.boxes import Box, Command, Node, until
 
 MIB = 1 << 20
 
@@ -24,14 +23,6 @@ def neighbour(node: Node) -> Iterator[Box]:
     with node.box() as neighbour:
         yield neighbour
         assert neighbour.works()
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    """For what the kernel tells of nowhere but in a file that has to be read again."""
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, what
-        os.sched_yield()
 
 
 def empty(node: Node, box: Box) -> None:
