@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
@@ -10,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import opendsec as od
+from opendsec.client import launch
 from opendsec.images.store import ImageStore
 from tests.images import BASE, link_store
 
@@ -31,6 +34,12 @@ async def bench_edge(images: Path) -> AsyncIterator[od.Client]:
             try:
                 yield client
             finally:
-                await client.shutdown(kill=True)
+                pidfd = os.pidfd_open((await client.info()).pid)
+                try:
+                    await client.shutdown(kill=True)
+                    await client.aclose()
+                    await asyncio.to_thread(launch.wait_ended, pidfd)
+                finally:
+                    os.close(pidfd)
     finally:
         shutil.rmtree(folder)

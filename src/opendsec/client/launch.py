@@ -15,6 +15,7 @@ from pathlib import Path
 from opendsec.api.errors import Unavailable
 
 START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 60.0
 SOCKET_NAME = "edge.sock"
 
 
@@ -96,6 +97,12 @@ def _start(edge: list[str], run_dir: Path, log_path: Path, timeout_s: float) -> 
         os.close(ready)
         if tell >= 0:
             os.close(tell)
+
+
+def wait_ended(pidfd: int, timeout_s: float = STOP_TIMEOUT_S) -> None:
+    """Wait until an edge that was told to stop has ended: only then is its state directory free. Raises Unavailable."""
+    if not _wait_readable(pidfd, timeout_s):
+        raise Unavailable(f"the edge was told to stop and has not ended within {timeout_s:g} s")
 
 
 def _wait_readable(fd: int, timeout_s: float) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -131,3 +132,13 @@ def test_a_place_that_cannot_be_used(place: Place) -> None:
     place.run_dir.write_text("a file")
     with pytest.raises(Unavailable, match="cannot start one"):
         place.start()
+
+
+def test_waiting_for_the_end_has_an_end() -> None:
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        pidfd = os.pidfd_open(process.pid)
+        with pytest.raises(Unavailable, match="has not ended"):
+            launch.wait_ended(pidfd, 0)
+        process.kill()
+        launch.wait_ended(pidfd)
+        os.close(pidfd)

@@ -17,7 +17,6 @@ def down(
     """Stop the edge, and wait until it has stopped."""
     import asyncio
     import os
-    import select
 
     from opendsec.api.sandboxes import EdgeInfo
     from opendsec.client import launch
@@ -33,7 +32,7 @@ def down(
             try:
                 info = await client.shutdown(kill=kill)
                 await client.aclose()
-                await asyncio.to_thread(select.select, [pidfd], [], [], 60)
+                await asyncio.to_thread(launch.wait_ended, pidfd)
             finally:
                 os.close(pidfd)
             return info
