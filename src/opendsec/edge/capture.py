@@ -3,6 +3,7 @@
 
 Capture   one stream up to a limit: a head that fills once, then a ring that holds the newest bytes
 Output    what a command keeps of one stream: a Capture of its life, and a smaller one of what its children write after its end
+Budget    what all running commands together may keep: when it is used up the largest Capture gives up the middle of what it has
 """
 
 from __future__ import annotations
@@ -10,15 +11,43 @@ from __future__ import annotations
 from opendsec.api.exec import Captured
 
 LATE_BYTES = 256 << 10  # kept of a stream after the command's own end, at most
+LEAST_BYTES = 128 << 10  # what a capture may keep whatever others hold
 LIVE_BYTES = 256 << 10  # the newest of a stream that somebody follows and of which less is kept than this
+
+
+class Budget:
+    """Bytes that captures may hold together. Without it a few hundred commands that flood, each within its own limit, would be more memory
+    than there is. Those that hold most pay: a sandbox that floods costs the output of no other that writes little."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.held = 0
+        self._captures: set[Capture] = set()
+
+    def grown(self, capture: Capture, size: int) -> None:
+        self.held += size
+        self._captures.add(capture)
+        while self.held > self.limit:
+            largest = max(self._captures, key=lambda one: one.held_bytes)
+            freed = largest.halve()
+            if not freed:
+                return  # all are as small as they get
+            self.held -= freed
+
+    def release(self, capture: Capture) -> None:
+        """It is no longer counted here."""
+        if capture in self._captures:
+            self._captures.discard(capture)
+            self.held -= capture.held_bytes
 
 
 class Capture:
     """At most `limit` bytes of a stream, and its exact length. Memory grows with what is written, never above the limit."""
 
-    __slots__ = ("_head", "_head_limit", "_ring", "_ring_limit", "dropped", "total")
+    __slots__ = ("_budget", "_head", "_head_limit", "_ring", "_ring_limit", "dropped", "halved", "total")
 
-    def __init__(self, limit: int, *, ring_only: bool = False) -> None:
+    def __init__(self, limit: int, *, ring_only: bool = False, budget: Budget | None = None) -> None:
+        self._budget = budget
         self._ring_limit = limit if ring_only else limit // 2
         self._head_limit = limit - self._ring_limit
         self._head = bytearray()
@@ -26,12 +55,19 @@ class Capture:
         self._ring = bytearray()
         self.total = 0
         self.dropped = False
+        self.halved = False
 
     @property
     def held_bytes(self) -> int:
         return len(self._head) + len(self._ring)
 
     def write(self, data: memoryview) -> None:
+        before = len(self._head) + len(self._ring)
+        self._write(data)
+        if self._budget is not None and (size := len(self._head) + len(self._ring) - before):
+            self._budget.grown(self, size)
+
+    def _write(self, data: memoryview) -> None:
         self.total += len(data)
         if self.dropped:
             return
@@ -44,9 +80,7 @@ class Capture:
             return
         end = self.total - self._head_limit
         if len(data) >= limit:
-            turn = end % limit
-            newest = data[-limit:]
-            self._ring = bytearray(newest[limit - turn :]) + newest[: limit - turn]
+            self._fill(data[-limit:])
             return
         at = (end - len(data)) % limit
         first = data[: limit - at]
@@ -57,8 +91,29 @@ class Capture:
         rest = data[len(first) :]
         self._ring[: len(rest)] = rest
 
+    def _fill(self, newest: bytes | memoryview) -> None:
+        """Make the whole ring these bytes."""
+        start = len(newest) - (self.total - self._head_limit) % len(newest)
+        self._ring = bytearray(newest[start:]) + newest[:start]
+
+    def halve(self) -> int:
+        """Keep half as much at either end, from now on; the bytes given back, 0 if there is little to give."""
+        before = self.held_bytes
+        if before <= LEAST_BYTES:
+            return 0
+        after_head = self.total - len(self._head)
+        newest = self._newest(after_head - len(self._ring), len(self._ring)) if self._ring else b""
+        head, ring = self._head[: (len(self._head) + 1) // 2], newest[len(newest) // 2 :]
+        if not ring:  # nothing was written beyond the head: what comes now is the tail
+            head, ring = self._head[: len(self._head) // 2], bytes(self._head[-(len(self._head) // 4) :])
+        self._head, self._head_limit, self._ring_limit, self.halved = head, len(head), len(ring), True
+        self._fill(ring)
+        return before - self.held_bytes
+
     def drop(self) -> None:
         """Give the memory back; from now on only the length is kept."""
+        if self._budget is not None:
+            self._budget.release(self)
         self._head, self._ring, self.dropped = bytearray(), bytearray(), True
 
     def _newest(self, start: int, size: int) -> bytes:
@@ -100,11 +155,11 @@ class Output:
 
     Who follows a stream wants all of it, however little of it is to be kept: so while somebody does, its newest bytes are kept besides."""
 
-    __slots__ = ("_followers", "_late", "_live", "_live_start", "kept", "limit")
+    __slots__ = ("_budget", "_followers", "_late", "_live", "_live_start", "kept", "limit")
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.kept = Capture(limit)
+    def __init__(self, limit: int, budget: Budget | None = None) -> None:
+        self.limit, self._budget = limit, budget
+        self.kept = Capture(limit, budget=budget)
         self._late: Capture | None = None
         self._live: Capture | None = None
         self._live_start = 0  # its first byte's offset in the stream
@@ -126,6 +181,8 @@ class Output:
     def freeze(self) -> None:
         """The command has ended."""
         if self._late is None:
+            if self._budget is not None:
+                self._budget.release(self.kept)  # what is kept of ended commands is another's to count
             self._late = Capture(min(self.limit, LATE_BYTES))
 
     def write(self, data: memoryview) -> None:

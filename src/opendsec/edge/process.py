@@ -101,7 +101,7 @@ class Process:
         self.text, self.action_id = summary(command), command.action_id
         self.timeout_s, self.output_limit = command.timeout_s, command.output_limit_bytes
         self.in_session = in_session
-        self.stdout, self.stderr = Output(command.capture_bytes), Output(command.capture_bytes)
+        self.stdout, self.stderr = (Output(command.capture_bytes, table.execution.captured) for _ in range(2))
         self.started_at, self.started_monotonic = table.clock.wall(), table.clock.monotonic()
         self.duration_s = 0.0
         self.before = Counters()
@@ -239,7 +239,7 @@ class Process:
                 sent=self._sent,
                 before=self.before,
                 after=after or self.before,
-                truncated=self.stdout.kept.total > self.stdout.limit or self.stderr.kept.total > self.stderr.limit,
+                truncated=any(output.kept.total > output.kept.held_bytes for output in (self.stdout, self.stderr)),
                 in_session=self.in_session,
             ),
             self.table.limits,
@@ -307,8 +307,11 @@ class Process:
         assert self.ended
         verdict, ended = self.verdict, self.exit
         message = "; ".join(filter(None, (verdict.message, self.note)))
-        if output and (self.stdout.kept.dropped or self.stderr.kept.dropped):
+        kept = (self.stdout.kept, self.stderr.kept)
+        if output and any(one.dropped for one in kept):
             message = "; ".join(filter(None, (message, "its output was given up to make room for that of later commands")))
+        elif output and any(one.halved for one in kept):
+            message = "; ".join(filter(None, (message, "less of its output was kept, to make room for that of other commands")))
         return ExecResult(
             outcome=verdict.outcome,
             process_id=self.id,

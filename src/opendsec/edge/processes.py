@@ -31,6 +31,7 @@ import msgspec
 from opendsec.api.errors import Conflict, InvalidRequest, NotFound, QuotaExceeded, SandboxLost
 from opendsec.api.exec import Command, ExecEvent, ExecResult, ProcessInfo, Pty
 from opendsec.api.ids import PROCESS, new_id
+from opendsec.edge.capture import Budget
 from opendsec.edge.process import Process
 from opendsec.edge.retention import Retention
 from opendsec.edge.streams import Poller, Reader, Writer, input_pipe, output_pipe
@@ -38,6 +39,7 @@ from opendsec.edge.timing import Clock, LoopClock, Timer
 from opendsec.runtime.backend import Counters, ExecPlan, Exit, Handle, Running
 
 MAX_OPEN = 1024  # commands of a sandbox that run, or whose children hold their output open: descriptors of the edge
+CAPTURED_BYTES = 512 << 20  # of output, held by all running commands of an edge together
 PARENTS_LOOKED_AT = 8  # at each start, to find that their children are gone
 DEATH_S = 5.0  # from the death of a sandbox until the last exit status of its commands has come
 
@@ -58,6 +60,7 @@ class Execution:
         self.emit = emit
         self.clock = clock or LoopClock()
         self.retention = retention or Retention()
+        self.captured = Budget(CAPTURED_BYTES)
         self.poller = Poller()
         self._tasks: set[asyncio.Task[None]] = set()
 

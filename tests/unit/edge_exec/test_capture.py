@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opendsec.edge.capture import LATE_BYTES, Capture, Output, whole_end, whole_start
+from opendsec.edge import capture as capture_module
+from opendsec.edge.capture import LATE_BYTES, LEAST_BYTES, Budget, Capture, Output, whole_end, whole_start
 
 chunks = st.lists(st.binary(max_size=40), max_size=40)
 limits = st.integers(0, 64)
@@ -112,6 +113,46 @@ def test_after_the_end_less_is_kept() -> None:
     output.freeze()
     output.write(memoryview(bytes(1 << 20)))
     assert output.held_bytes == LATE_BYTES
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.binary(max_size=60)), max_size=60), st.integers(0, 200), st.integers(0, 60))
+def test_together_captures_keep_within_a_budget(writes: list[tuple[int, bytes]], limit: int, offset: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capture_module, "LEAST_BYTES", 8)
+        budget = Budget(limit)
+        captures, everything = [Capture(100, budget=budget) for _ in range(4)], [b""] * 4
+        for index, data in writes:
+            captures[index].write(memoryview(data))
+            everything[index] += data
+            assert budget.held == sum(capture.held_bytes for capture in captures)
+            assert budget.held <= max(limit, 4 * 8)
+    for capture, wanted in zip(captures, everything, strict=True):
+        kept = capture.snapshot()
+        assert kept.total_bytes == len(wanted) and wanted.startswith(kept.head) and wanted.endswith(kept.tail)
+        assert kept.truncated or kept.data() == wanted
+        at = offset
+        while at < len(wanted):
+            data, following, missing = capture.read_from(at, 7)
+            assert wanted[at + missing : following] == data and following > at
+            at = following
+        budget.release(capture)
+    assert budget.held == 0
+
+
+def test_a_flood_costs_only_those_who_flood() -> None:
+    budget = Budget(1 << 20)
+    little = Output(10 << 20, budget)
+    little.write(memoryview(b"x" * LEAST_BYTES))
+    floods = [Output(10 << 20, budget) for _ in range(4)]
+    for _ in range(100):
+        for flood in floods:
+            flood.write(memoryview(bytes(64 << 10)))
+    assert budget.held <= 1 << 20
+    assert not little.kept.halved and not little.kept.snapshot().truncated
+    assert all(flood.kept.halved and flood.kept.held_bytes >= LEAST_BYTES // 2 and flood.kept.total == 100 << 16 for flood in floods)
+    for flood in floods:
+        flood.freeze()
+    assert budget.held == LEAST_BYTES  # what is kept of ended ones is the retention's to count
 
 
 @pytest.mark.parametrize(
