@@ -279,6 +279,34 @@ def test_ctrl_c_goes_to_the_command(edge: FakeEdge) -> None:
     assert edge.boxes == {}
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_end_the_command_and_its_sandbox(edge: FakeEdge, number: int) -> None:
+    script = "echo ready; while :; do sleep 0.02; done"
+    process = subprocess.Popen([*COMMAND, "run", "debian", script], stdout=subprocess.PIPE, env=environment(edge))
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    assert [box.info.spec and box.info.spec.ttl_idle_s for box in edge.boxes.values()] == [60.0]  # should it be killed itself
+    process.send_signal(number)
+    process.stdout.close()
+    assert process.wait() == 128 + number
+    assert edge.boxes == {}
+
+
+def test_nohup_is_heeded(edge: FakeEdge) -> None:
+    process = subprocess.Popen(
+        ["nohup", *COMMAND, "run", "-i", "debian", "echo ready; read x; echo got $x"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=environment(edge),
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    process.send_signal(signal.SIGHUP)
+    assert process.communicate(b"it\n")[0] == b"got it\n"
+    assert process.returncode == 0
+
+
 def test_a_shell_in_a_terminal(edge: FakeEdge) -> None:
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(ours, (33, 99))

@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 FAILED = 125  # dsec itself failed
 INTERRUPTED = 130
+ABANDONED_S = 60.0  # after so long without use goes a sandbox that a command of ours made for itself, should that be killed
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Address = Annotated[

@@ -35,7 +35,7 @@ COMMANDS = (
 )
 GROUPS = {"image": "Images and layers: what sandboxes are made of."}
 PASS_THROUGH = {"run", "exec", "shell", "up", "bench"}  # what follows their first argument belongs to another program
-FAILED = 125
+FAILED, INTERRUPTED = 125, 130
 
 HELP = """Throw-away computers for AI agents.
 
@@ -66,6 +66,8 @@ def main() -> None:
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()
+    except KeyboardInterrupt:  # before a command had begun; later it is theirs
+        sys.exit(INTERRUPTED)
     except OSError as error:  # such as of a full disk, to which the output should go
         with suppress(OSError):
             print(f"dsec: {error}", file=sys.stderr, flush=True)

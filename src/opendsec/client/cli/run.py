@@ -48,7 +48,7 @@ def run(
             policy=policy,
             hostname=hostname,
             ttl=None,
-            ttl_idle=None,
+            ttl_idle=None if keep else c.ABANDONED_S,
             env=env,
             user=user,
         )

@@ -41,7 +41,8 @@ def shell(
         async with c.connect(address) as client:
             if target.startswith(f"{SANDBOX}_"):
                 return await inside(client.sandbox(target))
-            async with await client.create(Container(image=target, cpu=cpu, memory=memory, disk=disk, layers=tuple(layer or ()))) as box:
+            spec = Container(image=target, cpu=cpu, memory=memory, disk=disk, layers=tuple(layer or ()), ttl_idle_s=c.ABANDONED_S)
+            async with await client.create(spec) as box:
                 return await inside(box)
 
     raise typer.Exit(c.execute(work()))

@@ -27,9 +27,9 @@ async def joined(
 ) -> tuple[Result, int]:
     """Run a command with its output on ours as it comes. How it ended, and how many bytes of its output were lost on the way.
 
-    Ctrl-C and SIGTERM go to the command; a second Ctrl-C kills it. `interactive` passes on our input. `terminal` gives the command a
-    terminal of its own and makes ours transparent to it: then Ctrl-C, Ctrl-Z and the like are characters that its terminal
-    turns into signals.
+    Ctrl-C, SIGTERM and the end of our terminal go to the command; a second Ctrl-C kills it. `interactive` passes on our input.
+    `terminal` gives the command a terminal of its own and makes ours transparent to it: then Ctrl-C, Ctrl-Z and the like are characters
+    that its terminal turns into signals.
     """
     raw = terminal and interactive and os.isatty(0)
     if terminal:
@@ -124,18 +124,25 @@ def _forwarded_signals(process: Process, *, resize: bool) -> Iterator[None]:
         interrupts += 1
         spawn(process.kill() if interrupts > 1 else process.signal(signal.SIGINT, tree=True))
 
+    def pass_on(number: int) -> None:
+        spawn(process.signal(number, tree=True))
+
     def resized() -> None:
         size = _size()
         spawn(process.resize(size.rows, size.cols))
 
     loop.add_signal_handler(signal.SIGINT, interrupt)
-    loop.add_signal_handler(signal.SIGTERM, lambda: spawn(process.signal(signal.SIGTERM, tree=True)))
+    passed_on = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # else nohup(1) wants us to go on
+        passed_on.append(signal.SIGHUP)
+    for number in passed_on:
+        loop.add_signal_handler(number, pass_on, number)
     if resize:
         loop.add_signal_handler(signal.SIGWINCH, resized)
     try:
         yield
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGWINCH):
+        for number in (signal.SIGINT, signal.SIGWINCH, *passed_on):
             loop.remove_signal_handler(number)
 
 
