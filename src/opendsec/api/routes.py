@@ -3,6 +3,9 @@
 
 Paths hold `{name}` placeholders. `request` is the JSON body's type; None means no body or a raw one (`raw_request`).
 `response` is the JSON body's type; with `stream` it is the type of one NDJSON line; None means no content or a raw body.
+
+Every route that `mutates` takes an action id, in the field `action_id` of its JSON body where that has one, else as a query parameter.
+The one exception is IMAGE_BUILD, which may be repeated as it is: what it makes is named by its content.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ _SESSION = _BOX + "/sessions/{session_id}"
 INFO = Route("GET", "/v1/info", response=s.EdgeInfo)
 CAPABILITIES = Route("GET", "/v1/capabilities", response=s.Capabilities)
 EVENTS = Route("GET", "/v1/events", response=s.Event, query=("sandbox_id", "after", "follow"), stream=True)
-DRAIN = Route("POST", "/v1/drain", response=s.EdgeInfo, mutates=True)  # no new sandboxes from now on
-SHUTDOWN = Route("POST", "/v1/shutdown", response=s.EdgeInfo, query=("kill",), mutates=True)  # kill=1: all sandboxes first
+DRAIN = Route("POST", "/v1/drain", response=s.EdgeInfo, query=("action_id",), mutates=True)  # no new sandboxes from now on
+SHUTDOWN = Route("POST", "/v1/shutdown", response=s.EdgeInfo, query=("kill", "action_id"), mutates=True)  # kill=1: all sandboxes first
 
 CREATE = Route("POST", "/v1/sandboxes", spec.CreateRequest, s.CreateResponse, mutates=True)
 LIST = Route("GET", "/v1/sandboxes", response=s.SandboxList, query=("label", "state"))
@@ -53,14 +56,14 @@ PROCESSES = Route("GET", _BOX + "/processes", response=x.ProcessList)
 PROCESS = Route("GET", _PROC, response=x.ProcessInfo)
 WAIT = Route("GET", _PROC + "/wait", response=x.ExecResult, query=("timeout_s",))
 ATTACH = Route("GET", _PROC + "/stream", response=x.ExecEvent, query=("stdout_offset", "stderr_offset", "hold"), stream=True)
-STDIN = Route("POST", _PROC + "/stdin", raw_request=True, query=("close",), mutates=True)
-SIGNAL = Route("POST", _PROC + "/signal", x.SignalRequest, x.ProcessInfo, mutates=True)
-RESIZE = Route("POST", _PROC + "/resize", x.Pty, x.ProcessInfo, mutates=True)
+STDIN = Route("POST", _PROC + "/stdin", raw_request=True, query=("close", "action_id"), mutates=True)
+SIGNAL = Route("POST", _PROC + "/signal", x.SignalRequest, x.ProcessInfo, query=("action_id",), mutates=True)
+RESIZE = Route("POST", _PROC + "/resize", x.Pty, x.ProcessInfo, query=("action_id",), mutates=True)
 
 OPEN_SESSION = Route("POST", _BOX + "/sessions", x.SessionRequest, x.SessionInfo, mutates=True)
 SESSION = Route("GET", _SESSION, response=x.SessionInfo)
 SESSION_RUN = Route("POST", _SESSION + "/run", x.SessionRun, x.ExecResult, mutates=True)
-SESSION_CLOSE = Route("DELETE", _SESSION, response=x.SessionInfo, mutates=True)
+SESSION_CLOSE = Route("DELETE", _SESSION, response=x.SessionInfo, query=("action_id",), mutates=True)
 
 READ = Route("GET", _BOX + "/files", query=("path", "offset", "length"), raw_response=True)
 WRITE = Route(
@@ -73,18 +76,18 @@ WRITE = Route(
 )
 STAT = Route("GET", _BOX + "/files/stat", response=f.FileInfo, query=("path", "follow"))
 LIST_FILES = Route("GET", _BOX + "/files/list", response=f.FileList, query=("path",))
-MKDIR = Route("POST", _BOX + "/files/mkdir", response=f.FileInfo, query=("path", "mode", "user", "parents"), mutates=True)
-MOVE = Route("POST", _BOX + "/files/move", response=f.FileInfo, query=("path", "to"), mutates=True)
-REMOVE = Route("DELETE", _BOX + "/files", query=("path", "recursive"), mutates=True)
-CHMOD = Route("POST", _BOX + "/files/chmod", response=f.FileInfo, query=("path", "mode", "user"), mutates=True)
+MKDIR = Route("POST", _BOX + "/files/mkdir", response=f.FileInfo, query=("path", "mode", "user", "parents", "action_id"), mutates=True)
+MOVE = Route("POST", _BOX + "/files/move", response=f.FileInfo, query=("path", "to", "action_id"), mutates=True)
+REMOVE = Route("DELETE", _BOX + "/files", query=("path", "recursive", "action_id"), mutates=True)
+CHMOD = Route("POST", _BOX + "/files/chmod", response=f.FileInfo, query=("path", "mode", "user", "action_id"), mutates=True)
 DOWNLOAD = Route("GET", _BOX + "/archive", query=("path",), raw_response=True)  # a tar stream
-UPLOAD = Route("PUT", _BOX + "/archive", response=f.Written, query=("path", "user"), raw_request=True, mutates=True)
+UPLOAD = Route("PUT", _BOX + "/archive", response=f.Written, query=("path", "user", "action_id"), raw_request=True, mutates=True)
 WATCH = Route("GET", _BOX + "/files/watch", response=f.WatchEvent, query=("path",), stream=True)
 
 IMAGES = Route("GET", "/v1/images", response=i.ImageList)
 IMAGE_BUILD = Route("POST", "/v1/images/build", i.BuildRequest, i.BuildEvent, stream=True, mutates=True)
-IMAGE_COMPOSE = Route("POST", "/v1/images/compose", i.ComposeRequest, i.ImageInfo, mutates=True)
-IMAGE_REMOVE = Route("DELETE", "/v1/images", query=("name",), response=i.ImageList, mutates=True)
-IMAGE_GC = Route("POST", "/v1/images/gc", response=i.Collected, query=("dry_run",), mutates=True)
+IMAGE_COMPOSE = Route("POST", "/v1/images/compose", i.ComposeRequest, i.ImageInfo, query=("action_id",), mutates=True)
+IMAGE_REMOVE = Route("DELETE", "/v1/images", query=("name", "action_id"), response=i.ImageList, mutates=True)
+IMAGE_GC = Route("POST", "/v1/images/gc", response=i.Collected, query=("dry_run", "action_id"), mutates=True)
 
 ROUTES: dict[str, Route] = {name: value for name, value in list(globals().items()) if isinstance(value, Route)}

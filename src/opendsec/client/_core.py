@@ -62,7 +62,8 @@ def new_action_id() -> str:
 
 
 def request(route: Route, ids: Mapping[str, str], *, body: bytes | AsyncIterable[bytes] = b"", query: Query | None = None) -> Request:
-    """The request for `route` with its `{placeholders}` filled. Repeatable if it only reads."""
+    """The request for `route` with its `{placeholders}` filled. Repeatable if it only reads, or carries an action id in its query: the
+    caller's, or one made up."""
     if "{" in route.path:
         for name, value in ids.items():
             if not isinstance(value, str) or not _ID.fullmatch(value):  # it becomes a part of a path
@@ -70,12 +71,14 @@ def request(route: Route, ids: Mapping[str, str], *, body: bytes | AsyncIterable
         target = route.path.format(**ids)
     else:
         target = route.path
-    if query:
-        words = [(name, _query_value(value)) for name, value in query.items() if value is not None]
-        if words:
-            target += "?" + urlencode(words, quote_via=quote)
+    words = [(name, _query_value(value)) for name, value in (query or {}).items() if value is not None and name != "action_id"]
+    once = "action_id" in route.query
+    if once:
+        words.append(("action_id", check_action((query or {}).get("action_id")) or new_action_id()))
+    if words:
+        target += "?" + urlencode(words, quote_via=quote)
     content_type = "application/json" if route.request else ("application/octet-stream" if route.raw_request else "")
-    return Request(route.method, target, body, content_type, not route.mutates)
+    return Request(route.method, target, body, content_type, once or not route.mutates)
 
 
 def _query_value(value: str | bytes | int | float | bool | None) -> str | bytes:
@@ -131,7 +134,7 @@ def command(what: str | Sequence[str], options: CommandOptions, *, stdin_stream:
     return made
 
 
-def check_action(action_id: str | None) -> str | None:
+def check_action(action_id: object) -> str | None:
     """`action_id` if it is None or well formed. Raises InvalidRequest."""
     if action_id is None:
         return None

@@ -164,13 +164,13 @@ class Client:
                 await self._link.before_retry(error, attempt, repeatable=True)
                 attempt += 1
 
-    async def drain(self) -> EdgeInfo:
+    async def drain(self, *, action_id: str | None = None) -> EdgeInfo:
         """From now on the edge makes no new sandboxes."""
-        return await self._link.call(routes.DRAIN, EdgeInfo, repeatable=True)
+        return await self._link.call(routes.DRAIN, EdgeInfo, query={"action_id": action_id})
 
-    async def shutdown(self, *, kill: bool = False) -> EdgeInfo:
+    async def shutdown(self, *, kill: bool = False, action_id: str | None = None) -> EdgeInfo:
         """End the edge. Its sandboxes live on for the next one, unless `kill` ends them first."""
-        return await self._link.call(routes.SHUTDOWN, EdgeInfo, query={"kill": kill})
+        return await self._link.call(routes.SHUTDOWN, EdgeInfo, query={"kill": kill, "action_id": action_id})
 
 
 class Sandbox:
@@ -210,9 +210,8 @@ class Sandbox:
 
     async def kill(self, *, action_id: str | None = None) -> None:
         """End it and all that runs in it. Killing one that has ended already is no error."""
-        query = {"action_id": _core.check_action(action_id) or _core.new_action_id()}
         try:
-            self.info = await self._link.call(routes.KILL, SandboxInfo, self._ids, query=query, repeatable=True)
+            self.info = await self._link.call(routes.KILL, SandboxInfo, self._ids, query={"action_id": action_id})
         except NotFound:
             if self.info is None:
                 raise  # nothing ever said that it existed

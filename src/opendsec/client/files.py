@@ -95,7 +95,7 @@ class Files:
             "user": user,
             "append": append or None,
             "parents": parents or None,
-            "action_id": _core.check_action(action_id) or _core.new_action_id(),
+            "action_id": action_id,
         }
         if isinstance(data, (str, bytes, bytearray, memoryview)):
             raw = _core.text_bytes(data)
@@ -129,23 +129,33 @@ class Files:
             return False
         return True
 
-    async def mkdir(self, path: Path, *, mode: int | None = None, user: str | None = None, parents: bool = False) -> FileInfo:
+    async def mkdir(
+        self, path: Path, *, mode: int | None = None, user: str | None = None, parents: bool = False, action_id: str | None = None
+    ) -> FileInfo:
         """Make a directory; with `parents` also those above it, and no error if it is there."""
-        query: _core.Query = {"path": _core.raw_path(path), "mode": _mode(mode), "user": user, "parents": parents or None}
-        return await self._link.call(routes.MKDIR, FileInfo, self._ids, query=query, repeatable=parents)
+        query: _core.Query = {
+            "path": _core.raw_path(path),
+            "mode": _mode(mode),
+            "user": user,
+            "parents": parents or None,
+            "action_id": action_id,
+        }
+        return await self._link.call(routes.MKDIR, FileInfo, self._ids, query=query)
 
-    async def move(self, path: Path, to: Path) -> FileInfo:
+    async def move(self, path: Path, to: Path, *, action_id: str | None = None) -> FileInfo:
         """Rename within the sandbox, replacing a file of that name."""
-        return await self._link.call(routes.MOVE, FileInfo, self._ids, query={"path": _core.raw_path(path), "to": _core.raw_path(to, "to")})
+        query: _core.Query = {"path": _core.raw_path(path), "to": _core.raw_path(to, "to"), "action_id": action_id}
+        return await self._link.call(routes.MOVE, FileInfo, self._ids, query=query)
 
-    async def remove(self, path: Path, *, recursive: bool = False) -> None:
+    async def remove(self, path: Path, *, recursive: bool = False, action_id: str | None = None) -> None:
         """Remove a file, an empty directory, or with `recursive` a whole tree."""
-        await self._link.command(routes.REMOVE, self._ids, query={"path": _core.raw_path(path), "recursive": recursive or None})
+        query: _core.Query = {"path": _core.raw_path(path), "recursive": recursive or None, "action_id": action_id}
+        await self._link.command(routes.REMOVE, self._ids, query=query)
 
-    async def chmod(self, path: Path, mode: int | None = None, *, user: str | None = None) -> FileInfo:
+    async def chmod(self, path: Path, mode: int | None = None, *, user: str | None = None, action_id: str | None = None) -> FileInfo:
         """Change permission bits, owner, or both."""
-        query: _core.Query = {"path": _core.raw_path(path), "mode": _mode(mode), "user": user}
-        return await self._link.call(routes.CHMOD, FileInfo, self._ids, query=query, repeatable=True)
+        query: _core.Query = {"path": _core.raw_path(path), "mode": _mode(mode), "user": user, "action_id": action_id}
+        return await self._link.call(routes.CHMOD, FileInfo, self._ids, query=query)
 
     async def watch(self, path: Path) -> AsyncGenerator[WatchEvent, None]:
         """Changes in a directory, from now on. The first event is `ready`: what happens after it will be seen."""
@@ -169,11 +179,13 @@ class Files:
         user: str | None = None,
         progress: Progress | None = None,
         left_out: transfer.LeftOut | None = None,
+        action_id: str | None = None,
     ) -> int:
         """Copy a file or directory of this machine to `path`; the bytes of file content. Modes are kept; owners become `user`.
 
         A directory's content appears in `path`, which is made if missing. `progress` is called with the bytes sent so far, `left_out`
-        (from another thread) with the names of what is neither file, directory nor symlink and stays behind.
+        (from another thread) with the names of what is neither file, directory nor symlink and stays behind. A directory is read and
+        sent again from its beginning if the connection breaks, and both are told again then.
         """
         source = LocalPath(local)
         try:
@@ -183,13 +195,16 @@ class Files:
         if stat_module.S_ISREG(info.st_mode):
             content = transfer.Counted(transfer.read_file(source), progress)
             mode = stat_module.S_IMODE(info.st_mode) & 0o777
-            return await self.write(path, content, mode=mode, user=user, parents=True)
+            return await self.write(path, content, mode=mode, user=user, parents=True, action_id=action_id)
         if not stat_module.S_ISDIR(info.st_mode):
             raise InvalidRequest(f"is neither a file nor a directory: {source}", field="local")
-        query: _core.Query = {"path": _core.raw_path(path), "user": user}
+        query: _core.Query = {"path": _core.raw_path(path), "user": user, "action_id": action_id}
         await self.mkdir(path, user=user, parents=True)
-        body = transfer.Counted(transfer.pack(source, left_out), progress)
-        return (await self._link.upload(routes.UPLOAD, Written, self._ids, lambda: body, query=query)).size_bytes
+
+        def body() -> AsyncIterable[bytes]:
+            return transfer.Counted(transfer.pack(source, left_out), progress)
+
+        return (await self._link.upload(routes.UPLOAD, Written, self._ids, body, query=query, repeatable=True)).size_bytes
 
     async def download(
         self, path: Path, local: str | os.PathLike[str], *, progress: Progress | None = None, left_out: transfer.LeftOut | None = None
@@ -216,9 +231,9 @@ class Files:
             async for chunk in answer.chunks():
                 yield chunk
 
-    async def extract(self, path: Path, chunks: AsyncIterable[bytes], *, user: str | None = None) -> int:
+    async def extract(self, path: Path, chunks: AsyncIterable[bytes], *, user: str | None = None, action_id: str | None = None) -> int:
         """Unpack a tar stream beneath `path`; the bytes of file content."""
-        query: _core.Query = {"path": _core.raw_path(path), "user": user}
+        query: _core.Query = {"path": _core.raw_path(path), "user": user, "action_id": action_id}
         return (await self._link.upload(routes.UPLOAD, Written, self._ids, lambda: chunks, query=query)).size_bytes
 
 

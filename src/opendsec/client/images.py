@@ -89,15 +89,17 @@ class Images:
             raise Internal("the build ended without saying what it made")
         return made
 
-    async def compose(self, name: str, base: str, layers: Sequence[str], *, config: ImageConfig | None = None) -> ImageInfo:
+    async def compose(
+        self, name: str, base: str, layers: Sequence[str], *, config: ImageConfig | None = None, action_id: str | None = None
+    ) -> ImageInfo:
         """Name the image `base` with `layers` on top, lowest first."""
         body = wire.convert({"name": name, "base": base, "layers": list(layers), "config": config}, ComposeRequest)
-        return await self._link.call(routes.IMAGE_COMPOSE, ImageInfo, body=body, repeatable=True)
+        return await self._link.call(routes.IMAGE_COMPOSE, ImageInfo, body=body, query={"action_id": action_id})
 
-    async def remove(self, name: str) -> ImageList:
+    async def remove(self, name: str, *, action_id: str | None = None) -> ImageList:
         """Forget an image or layer name; the content goes with the next `gc` if nothing else uses it. The rest that is left."""
-        return await self._link.call(routes.IMAGE_REMOVE, ImageList, query={"name": name})
+        return await self._link.call(routes.IMAGE_REMOVE, ImageList, query={"name": name, "action_id": action_id})
 
-    async def gc(self, *, dry_run: bool = False) -> Collected:
+    async def gc(self, *, dry_run: bool = False, action_id: str | None = None) -> Collected:
         """Remove content that no name and no sandbox uses."""
-        return await self._link.call(routes.IMAGE_GC, Collected, query={"dry_run": dry_run}, repeatable=True)
+        return await self._link.call(routes.IMAGE_GC, Collected, query={"dry_run": dry_run, "action_id": action_id})

@@ -35,7 +35,7 @@ class Link:
         query: _core.Query | None = None,
         repeatable: bool = False,
     ) -> T:
-        """Send, and read the answer as `kind`. `repeatable` marks a mutating call that carries an action id."""
+        """Send, and read the answer as `kind`. `repeatable` marks a mutating call that carries an action id in its body."""
         request = _core.request(route, ids or {}, body=_core.encode(body) if body is not None else b"", query=query)
         status, data = await self.send(request._replace(repeatable=request.repeatable or repeatable))
         return _core.read(status, data, kind)

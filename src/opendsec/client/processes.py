@@ -136,35 +136,43 @@ class Process:
             label=self._label,
         )
 
-    async def write(self, data: str | bytes) -> None:
-        """Send to its standard input; returns once the edge has passed all of it on. Needs `stdin_stream=True` at the start."""
+    async def write(self, data: str | bytes, *, action_id: str | None = None) -> None:
+        """Send to its standard input; returns once the edge has passed all of it on. Needs `stdin_stream=True` at the start.
+
+        What is longer than 1 MiB goes in pieces, each an action of its own: of the second and later ones `@` and a number are added to
+        the id.
+        """
         raw = _core.text_bytes(data)
-        for start in range(0, len(raw), STDIN_CHUNK_BYTES):
-            await self._stdin(raw[start : start + STDIN_CHUNK_BYTES], close=False)
+        starts = range(0, len(raw), STDIN_CHUNK_BYTES)
+        names = [action_id if action_id is None or not start else f"{action_id}@{start}" for start in starts]
+        for name in (action_id, *names[-1:]):
+            _core.check_action(name)  # before any of it is sent
+        for start, name in zip(starts, names, strict=True):
+            await self._stdin(raw[start : start + STDIN_CHUNK_BYTES], close=False, action_id=name)
 
-    async def close_stdin(self) -> None:
+    async def close_stdin(self, *, action_id: str | None = None) -> None:
         """End of its standard input."""
-        await self._stdin(b"", close=True)
+        await self._stdin(b"", close=True, action_id=action_id)
 
-    async def _stdin(self, data: bytes, *, close: bool) -> None:
-        request = _core.request(routes.STDIN, self._ids, body=data, query={"close": True} if close else None)
-        _core.read_nothing(*await self._link.send(request._replace(repeatable=close)))
+    async def _stdin(self, data: bytes, *, close: bool, action_id: str | None) -> None:
+        query: _core.Query = {"close": close or None, "action_id": action_id}
+        _core.read_nothing(*await self._link.send(_core.request(routes.STDIN, self._ids, body=data, query=query)))
 
-    async def signal(self, number: int, *, tree: bool = False) -> ProcessInfo:
+    async def signal(self, number: int, *, tree: bool = False, action_id: str | None = None) -> ProcessInfo:
         """Send signal `number` to its first process, or to every process of its tree."""
         body = wire.convert({"signal": number, "tree": tree}, SignalRequest)
         body.check()
-        return await self._link.call(routes.SIGNAL, ProcessInfo, self._ids, body=body)
+        return await self._link.call(routes.SIGNAL, ProcessInfo, self._ids, body=body, query={"action_id": action_id})
 
-    async def resize(self, rows: int, cols: int) -> ProcessInfo:
+    async def resize(self, rows: int, cols: int, *, action_id: str | None = None) -> ProcessInfo:
         """Change the size of its terminal."""
         body = wire.convert({"rows": rows, "cols": cols}, Pty)
         body.check()
-        return await self._link.call(routes.RESIZE, ProcessInfo, self._ids, body=body, repeatable=True)
+        return await self._link.call(routes.RESIZE, ProcessInfo, self._ids, body=body, query={"action_id": action_id})
 
-    async def kill(self) -> ProcessInfo:
+    async def kill(self, *, action_id: str | None = None) -> ProcessInfo:
         """SIGKILL to all of its tree."""
-        return await self.signal(9, tree=True)
+        return await self.signal(9, tree=True, action_id=action_id)
 
     def __repr__(self) -> str:
         return f"<Process {self.id}>"
@@ -209,10 +217,10 @@ class Session:
         result = Result(raw, command)
         return result.check() if check else result
 
-    async def close(self) -> None:
+    async def close(self, *, action_id: str | None = None) -> None:
         """End the shell and what runs in it; may be repeated."""
         try:
-            await self._link.call(routes.SESSION_CLOSE, SessionInfo, self._ids, repeatable=True)
+            await self._link.call(routes.SESSION_CLOSE, SessionInfo, self._ids, query={"action_id": action_id})
         except NotFound:
             pass
 

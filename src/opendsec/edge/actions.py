@@ -49,11 +49,16 @@ class Action(Generic[S]):
         self._actions, self.action_id, self._sandbox_id, self._kind, self._digest = actions, action_id, sandbox_id, kind, digest
         self.begun = False
 
-    def begin(self, detail: str, at: float) -> None:
+    def begin(self, detail: str = "", at: float | None = None) -> None:
         """Write the intent; to be called right before the side effect, perhaps within a transaction."""
         if self.action_id is not None:
             before = self._actions.journal.begin_action(
-                self.action_id, sandbox_id=self._sandbox_id, kind=self._kind, digest=self._digest, detail=detail, at=at
+                self.action_id,
+                sandbox_id=self._sandbox_id,
+                kind=self._kind,
+                digest=self._digest,
+                detail=detail,
+                at=self._actions.clock() if at is None else at,
             )
             assert before is None  # `once` has looked
             self.begun = True
@@ -77,7 +82,7 @@ class Actions:
     """All actions of one edge. `directory` holds large results."""
 
     def __init__(self, journal: Journal, directory: Path, clock: Callable[[], float], log: Log) -> None:
-        self.journal, self._directory, self._clock, self._log = journal, directory, clock, log
+        self.journal, self._directory, self.clock, self._log = journal, directory, clock, log
         self._writing: set[str | None] = set()  # files that the journal does not know yet
         self._outlived: set[asyncio.Task[msgspec.Struct]] = set()
         self._running: dict[str, tuple[bytes, asyncio.Task[msgspec.Struct]]] = {}
@@ -99,11 +104,16 @@ class Actions:
         if action_id is None:
             return await work(Action(self, None, sandbox_id, kind, b""))
         wanted = digest()
-        running = self._running.get(action_id)
-        if running is not None:
+        while (running := self._running.get(action_id)) is not None:
             if running[0] != wanted:
                 raise _reused(action_id)
-            ended = await asyncio.shield(running[1])
+            try:
+                ended = await asyncio.shield(running[1])
+            except OpenDSecError:
+                raise
+            except Exception:  # cut off (its caller went away in the middle of the body), or a bug: the journal knows what is left of it
+                self._ended(action_id, running[1])
+                continue
             assert isinstance(ended, result)
             return ended
         row = self.journal.action(action_id)
@@ -144,7 +154,7 @@ class Actions:
                 self._writing.add(name)
                 await asyncio.to_thread(self._write_file, name, encoded)
             self.journal.end_action(
-                action.action_id, at=self._clock(), state=state, result=None if name else encoded, file=name, size=len(encoded)
+                action.action_id, at=self.clock(), state=state, result=None if name else encoded, file=name, size=len(encoded)
             )
         except (OSError, OpenDSecError) as error:
             # The side effect has happened and its caller gets the result now; a repetition will be told `unknown`.
@@ -174,7 +184,9 @@ class Actions:
         return None if running is None else running[0]
 
     def _ended(self, action_id: str, task: asyncio.Task[msgspec.Struct]) -> None:
-        self._running.pop(action_id, None)
+        running = self._running.get(action_id)
+        if running is not None and running[1] is task:
+            del self._running[action_id]
         self._outlived.discard(task)
         if not task.cancelled():
             task.exception()  # its callers may all have gone away
@@ -198,7 +210,7 @@ class Actions:
 
             result = await asyncio.to_thread(read)
             if result is not None:
-                self.journal.end_action(action_id, at=self._clock(), state="done", result=msgspec.json.encode(without_output(result)))
+                self.journal.end_action(action_id, at=self.clock(), state="done", result=msgspec.json.encode(without_output(result)))
         await self.clear_orphans()
 
     async def clear_orphans(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
-from typing import TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 from urllib.parse import unquote_to_bytes
 
 import msgspec
@@ -58,10 +58,29 @@ class Disconnected(Exception):
     """The client went away before its request or its answer was complete."""
 
 
+class Intent(Protocol):
+    """What a handler tells about its side effect, see `once`. Of a request without an action id nobody listens."""
+
+    def begin(self) -> None:
+        """It comes now: what was wrong with the request has been found. Raises Unavailable if the journal cannot be written."""
+
+    def forget(self) -> None:
+        """Nothing came of it that a repetition would not do again: the action id may be used again."""
+
+
+class _NoIntent:
+    def begin(self) -> None: ...
+
+    def forget(self) -> None: ...
+
+
+_NO_INTENT = _NoIntent()
+
+
 class Request:
     """One request: path parameters, query, body."""
 
-    __slots__ = ("_body_done", "_length", "_receive", "local", "params", "query", "route", "started")
+    __slots__ = ("_body_done", "_held", "_length", "_receive", "intent", "local", "params", "query", "route", "started")
 
     def __init__(
         self, route: Route, params: tuple[str, ...], query: dict[str, bytes], receive: Receive, length: int | None, local: bool
@@ -69,10 +88,28 @@ class Request:
         self.route, self.params, self.query, self.local = route, params, query, local
         self._receive, self._length = receive, length
         self._body_done = length == 0
+        self._held = b""  # read by `hold` and not yet given to anybody
+        self.intent: Intent = _NO_INTENT
         self.started = False  # whether an answer has begun
+
+    async def hold(self, most: int) -> bytes | None:
+        """The body as a whole, for a look: it can still be read as if it came now. None, and nothing is read, if it is said to be longer
+        than `most` bytes or not said how long. Raises Disconnected."""
+        if self._length is None or self._length > most:
+            return None
+        self._held = b"".join([chunk async for chunk in self.chunks()])
+        return self._held
+
+    @property
+    def length(self) -> int | None:
+        """Of the body, as announced; None: it was not."""
+        return self._length
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """The raw body as it arrives. Raises Disconnected."""
+        if self._held:
+            held, self._held = self._held, b""
+            yield held
         while not self._body_done:
             message = await self._receive()
             if message["type"] == "http.disconnect":

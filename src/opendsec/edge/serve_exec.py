@@ -84,6 +84,7 @@ class ExecRoutes:
         box, table = self._commands.table(request.params[0])
         process = table.get(request.params[1])
         with self._node.use(box):
+            request.intent.begin()
             async for chunk in request.chunks():
                 await process.write_stdin(chunk, close=False)
             await process.write_stdin(b"", close=close)
@@ -92,14 +93,18 @@ class ExecRoutes:
         wanted = await request.json(SignalRequest)
         wanted.check()
         box, table = self._commands.table(request.params[0])
+        table.get(request.params[1])
         with self._node.use(box):
+            request.intent.begin()
             return table.signal(request.params[1], wanted.signal, tree=wanted.tree)
 
     async def resize(self, request: Request) -> ProcessInfo:
         size = await request.json(Pty)
         size.check()
         box, table = self._commands.table(request.params[0])
+        table.get(request.params[1])
         with self._node.use(box):
+            request.intent.begin()
             return table.resize(request.params[1], size)
 
     # --- sessions --------------------------------------------------------------------------------------------------------
@@ -121,7 +126,9 @@ class ExecRoutes:
     async def close_session(self, request: Request) -> SessionInfo:
         await request.no_body()
         box, sessions = self._commands.sessions(request.params[0])
+        sessions.get(request.params[1])
         with self._node.use(box):
+            request.intent.begin()
             return sessions.end(request.params[1])
 
 

@@ -100,16 +100,19 @@ class FileRoutes:
         path, mode, user, parents = request.path("path"), request.integer("mode", MODES, base=8), _user(request), request.flag("parents")
         with self._files(request) as (box, files):
             owner, bits = user or box.template.user, 0o755 if mode is None else mode
+            request.intent.begin()
             return await self._call(lambda: files.mkdir(path, mode=bits, user=owner, parents=parents))
 
     async def move(self, request: Request) -> FileInfo:
         path, to = request.path("path"), request.path("to")
         with self._files(request) as (_, files):
+            request.intent.begin()
             return await self._call(lambda: files.move(path, to))
 
     async def remove(self, request: Request) -> None:
         path, recursive = request.path("path"), request.flag("recursive")
         with self._files(request) as (_, files):
+            request.intent.begin()
             await self._call(lambda: files.remove(path, recursive=recursive))
 
     async def chmod(self, request: Request) -> FileInfo:
@@ -117,6 +120,7 @@ class FileRoutes:
         if mode is None and user is None:
             raise InvalidRequest("give mode or user or both", field="mode")
         with self._files(request) as (_, files):
+            request.intent.begin()
             return await self._call(lambda: files.chmod(path, mode=mode, user=user))
 
     # --- content ---------------------------------------------------------------------------------------------------------
@@ -257,6 +261,7 @@ class FileRoutes:
     async def upload(self, request: Request) -> Written:
         path, user = request.path("path"), _user(request)
         with self._files(request) as (_, files), self._archive_slot():
+            request.intent.begin()
             theirs, ours = os.pipe2(os.O_CLOEXEC)
             os.set_blocking(ours, False)
             worker = _Thread(lambda: files.extract(path, theirs, user=user), closing=theirs)
@@ -264,6 +269,9 @@ class FileRoutes:
                 async for piece in request.chunks():
                     if not await _write_ready(ours, piece):
                         break  # the reader has ended: it will say why
+            except Disconnected:
+                request.intent.forget()  # what came of it stays; the whole of it may come again, and does the same
+                raise
             finally:
                 os.close(ours)
                 await worker.ended()

@@ -25,6 +25,7 @@ from opendsec.edge.commands import Commands
 from opendsec.edge.http import Handler, Lines, Request, Router
 from opendsec.edge.lifecycle import LIVING
 from opendsec.edge.node import Node
+from opendsec.edge.once import exactly_once
 from opendsec.edge.serve_exec import ExecRoutes
 from opendsec.edge.serve_files import FileRoutes
 from opendsec.policy import POLICIES
@@ -91,12 +92,14 @@ class NodeRoutes:
 
     async def drain(self, request: Request) -> EdgeInfo:
         await request.no_body()
+        request.intent.begin()
         self._node.drain()
         return self._node.info()
 
     async def shutdown(self, request: Request) -> EdgeInfo:
         kill = request.flag("kill")
         await request.no_body()
+        request.intent.begin()
         self._node.drain()
         if kill:
             await self._node.kill_all("the edge was shut down")
@@ -158,17 +161,21 @@ class NodeRoutes:
         return Lines(stream)
 
     async def compose(self, request: Request) -> ImageInfo:
-        return await self._node.images.compose(await request.json(ComposeRequest))
+        wanted = await request.json(ComposeRequest)
+        request.intent.begin()
+        return await self._node.images.compose(wanted)
 
     async def remove_image(self, request: Request) -> ImageList:
         name = request.text("name")
         if not name:
             raise InvalidRequest("is required", field="name")
+        request.intent.begin()
         return await self._node.images.remove(name)
 
     async def collect(self, request: Request) -> Collected:
         dry_run = request.flag("dry_run")
         await request.no_body()
+        request.intent.begin()
         return await self._node.collect(dry_run=dry_run)
 
 
@@ -179,7 +186,7 @@ class Routes:
         self._files, self.commands = FileRoutes(node), Commands(node)
         self.node_routes = NodeRoutes(node, features)
         handlers = self.node_routes.handlers() | ExecRoutes(node, self.commands).handlers() | self._files.handlers()
-        self.router = Router(handlers)
+        self.router = Router(exactly_once(node.actions, handlers))
 
     async def close(self) -> None:
         self._files.close()

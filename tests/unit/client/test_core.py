@@ -32,8 +32,26 @@ def test_a_request_names_its_route() -> None:
 def test_query_values_are_exact_bytes() -> None:
     query: _core.Query = {"path": b"/caf\xe9 &=?#+%/\n", "append": True, "parents": False, "offset": 7, "user": None}
     target = _core.request(routes.WRITE, BOX, query=query).target
-    assert target.partition("?")[2] == "path=%2Fcaf%E9%20%26%3D%3F%23%2B%25%2F%0A&append=1&parents=0&offset=7"
+    assert target.partition("&action_id=")[0].partition("?")[2] == "path=%2Fcaf%E9%20%26%3D%3F%23%2B%25%2F%0A&append=1&parents=0&offset=7"
     assert target.isascii() and "\n" not in target
+
+
+def test_every_route_that_mutates_has_a_place_for_an_action_id() -> None:
+    for name, route in routes.ROUTES.items():
+        in_body = route.request is not None and "action_id" in route.request.__struct_fields__
+        assert in_body + ("action_id" in route.query) == (route.mutates and name != "IMAGE_BUILD"), name
+
+
+def test_a_request_with_an_action_id_in_its_query_is_repeatable() -> None:
+    ids = {**BOX, "process_id": "proc_1", "session_id": "sess_1"}
+    for route in routes.ROUTES.values():
+        if "action_id" in route.query:
+            first, second = (_core.request(route, ids) for _ in range(2))
+            assert first.repeatable and first.target != second.target
+            given = _core.request(route, ids, query={"action_id": "mine/1"})
+            assert given.target.endswith("?action_id=mine%2F1") and given == _core.request(route, ids, query={"action_id": "mine/1"})
+            with pytest.raises(InvalidRequest):
+                _core.request(route, ids, query={"action_id": "a b"})
 
 
 @pytest.mark.parametrize("bad", ["", "../info", "a/b", "a b", "a?b", "a\r\nHost: x", "é", "x" * 129])

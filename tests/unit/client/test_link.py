@@ -6,18 +6,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from opendsec.api import wire
-from opendsec.api.errors import SandboxLost, Unavailable
-from opendsec.api.exec import Command, ExecEvent, ExecResult, SignalRequest
-from opendsec.api.files import Written
+from opendsec.api.errors import InvalidRequest, NotFound, SandboxLost, Unavailable
+from opendsec.api.exec import Command, ExecEvent, ExecResult
+from opendsec.api.files import FileInfo, Written
 from opendsec.api.sandboxes import Event, SandboxList
 from opendsec.api.spec import Container
 from opendsec.client._core import Request, RetryPolicy
 from opendsec.client.aio import Client
+from opendsec.client.processes import STDIN_CHUNK_BYTES
 from opendsec.client.transport import ConnectionBroken, Streamed
 from opendsec.testing.fakes.edge import FakeEdge
 
@@ -96,16 +98,42 @@ async def test_retries_end() -> None:
     [
         lambda client: client.sandbox("sb_1").process("proc_1").signal(9),
         lambda client: client.sandbox("sb_1").process("proc_1").write("x"),
+        lambda client: client.sandbox("sb_1").process("proc_1").resize(1, 2),
         lambda client: client.sandbox("sb_1").files.move("/a", "/b"),
         lambda client: client.sandbox("sb_1").files.mkdir("/a"),
+        lambda client: client.sandbox("sb_1").files.remove("/a"),
+        lambda client: client.sandbox("sb_1").files.chmod("/a", 0o600),
+        lambda client: client.images.compose("a", "b", []),
+        lambda client: client.images.remove("a"),
         lambda client: client.shutdown(),
     ],
 )
-async def test_what_could_act_twice_is_not_repeated(act: Callable[[Client], object]) -> None:
-    client, transport = client_over(broken(sent=True), SignalRequest(signal=1))
-    with pytest.raises(Unavailable) as error:
+async def test_what_could_act_twice_is_sent_again_under_the_same_action_id(act: Callable[[Client], object]) -> None:
+    client, transport = client_over(broken(sent=True), NotFound("as it happens"))
+    with pytest.raises(NotFound):
         await act(client)  # type: ignore[misc]
-    assert error.value.data["sent"] is True and len(transport.requests) == 1
+    first, second = transport.requests
+    assert first == second and "action_id=auto-" in first.target
+
+
+async def test_long_input_has_an_action_id_for_each_piece() -> None:
+    client, transport = client_over(*[Written(0)] * 3)
+    process = client.sandbox("sb_1").process("proc_1")
+    await process.write(bytes(2 * STDIN_CHUNK_BYTES + 1), action_id="mine")
+    ids = [request.target.partition("action_id=")[2] for request in transport.requests]
+    assert ids == ["mine", "mine%401048576", "mine%402097152"]
+    with pytest.raises(InvalidRequest, match="128"):
+        await process.write(bytes(2 * STDIN_CHUNK_BYTES), action_id="x" * 125)
+    assert len(transport.requests) == 3
+
+
+async def test_a_directory_is_packed_again_when_it_is_sent_again(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"data")
+    info = FileInfo(name="x", raw_name=b"x", kind="directory", size_bytes=0, mode=0o755, uid=0, gid=0, modified_at=0.0)
+    client, transport = client_over(info, broken(sent=True), Written(4))
+    assert await client.sandbox("sb_1").files.upload(tmp_path, "/x", action_id="mine") == 4
+    _, first, second = transport.requests
+    assert first.target == second.target and first.target.endswith("action_id=mine") and first.body is not second.body
 
 
 async def test_what_never_left_is_sent_again() -> None:

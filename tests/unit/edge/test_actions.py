@@ -112,6 +112,45 @@ async def test_a_bug_after_the_beginning_is_never_run_again(kit: Kit) -> None:
     assert error.value.data == {"outcome": "unknown"} and kit.ran == 0
 
 
+async def test_who_waits_for_one_that_is_cut_off_takes_its_place(kit: Kit) -> None:
+    gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def cut(action: Action[Written]) -> Written:
+        action.begin()
+        await gate
+        action.forget()
+        raise ConnectionError
+
+    first = asyncio.ensure_future(kit.once(cut))
+    await asyncio.sleep(0)
+    waiting = [asyncio.ensure_future(kit.once(kit.work)) for _ in range(3)]
+    await asyncio.sleep(0)
+    gate.set_result(None)
+    assert {one.size_bytes for one in await asyncio.gather(*waiting)} == {1} and kit.ran == 1
+    with pytest.raises(ConnectionError):
+        await first
+
+
+async def test_who_waits_for_one_that_a_bug_ends_learns_that_it_is_unknown(kit: Kit) -> None:
+    gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def breaks(action: Action[Written]) -> Written:
+        action.begin()
+        await gate
+        raise KeyError("oops")
+
+    first = asyncio.ensure_future(kit.once(breaks))
+    await asyncio.sleep(0)
+    waiting = asyncio.ensure_future(kit.once(kit.work))
+    await asyncio.sleep(0)
+    gate.set_result(None)
+    with pytest.raises(Internal) as error:
+        await waiting
+    assert error.value.data == {"outcome": "unknown"} and kit.ran == 0
+    with pytest.raises(KeyError):
+        await first
+
+
 async def test_a_caller_who_goes_away_does_not_cut_it(kit: Kit) -> None:
     gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 

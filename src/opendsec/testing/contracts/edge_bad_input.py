@@ -205,6 +205,42 @@ CASES: dict[str, Case] = {
     "watch of nothing": missing("GET", "{box}/files/watch?path={work}/nothing"),
     "archive of nothing": missing("GET", "{box}/archive?path={work}/nothing"),
     "archive that is none": Case("PUT", "{box}/archive?path={work}", raw=b"no tar stream" * 100),
+    # --- action ids of other routes
+    "signal by a bad action id": Case("POST", "{sleep}/signal?action_id=a%20b", {"signal": 9}, field="action_id"),
+    "signal by a used action id": Case(
+        "POST", "{sleep}/signal?action_id=used", {"signal": 9}, field="action_id", code="conflict", status=409
+    ),
+    "resize by a bad action id": Case("POST", "{sleep}/resize?action_id=", {"rows": 1, "cols": 1}, field="action_id"),
+    "stdin by a bad action id": Case("POST", "{sleep}/stdin?action_id=%ff", raw=b"x", field="action_id"),
+    "stdin by a used action id": Case("POST", "{sleep}/stdin?action_id=used", raw=b"x", field="action_id", code="conflict", status=409),
+    "stdin by two action ids": Case("POST", "{sleep}/stdin?action_id=a&action_id=b", raw=b"x", field="action_id"),
+    "session to close by a bad action id": Case("DELETE", f"{{box}}/sessions/{NO_SESSION}?action_id=%00", field="action_id"),
+    "no session to close": Case(
+        "DELETE", f"{{box}}/sessions/{NO_SESSION}?action_id=free", field="session_id", code="not_found", status=404
+    ),
+    "mkdir by a bad action id": Case("POST", "{box}/files/mkdir?path={work}/a&action_id=" + "x" * 129, field="action_id"),
+    "mkdir by a used action id": Case(
+        "POST", "{box}/files/mkdir?path={work}/a&action_id=used", field="action_id", code="conflict", status=409
+    ),
+    "relative mkdir by a free action id": Case("POST", "{box}/files/mkdir?path=a&action_id=free", field="path"),
+    "move by a bad action id": Case("POST", "{box}/files/move?path={work}/file&to={work}/b&action_id=a%2Cb", field="action_id"),
+    "remove by a bad action id": Case("DELETE", "{box}/files?path={work}/file&action_id=%C3%A9", field="action_id"),
+    "chmod by a bad action id": Case("POST", "{box}/files/chmod?path={work}/file&mode=600&action_id=%0a", field="action_id"),
+    "archive by a bad action id": Case("PUT", "{box}/archive?path={work}&action_id=%25", raw=b"x", field="action_id"),
+    "archive by a used action id": Case(
+        "PUT", "{box}/archive?path={work}&action_id=used", raw=b"x", field="action_id", code="conflict", status=409
+    ),
+    "compose by a bad action id": Case(
+        "POST", "/v1/images/compose?action_id=*", {"name": "x", "base": "y", "layers": []}, field="action_id"
+    ),
+    "image to remove by a bad action id": Case("DELETE", "/v1/images?name=x&action_id=%27", field="action_id"),
+    "collect by a bad action id": Case("POST", "/v1/images/gc?action_id=a;b", field="action_id"),
+    "collect by a used action id": Case("POST", "/v1/images/gc?action_id=used", field="action_id", code="conflict", status=409),
+    "drain by a bad action id": Case("POST", "/v1/drain?action_id=%20", field="action_id"),
+    "shutdown by a used action id": Case("POST", "/v1/shutdown?action_id=used", field="action_id", code="conflict", status=409),
+    "build by an action id": Case("POST", "/v1/images/build?action_id=a", {"name": "x"}, field="action_id"),
+    "list by an action id": Case("GET", "/v1/sandboxes?action_id=a", field="action_id"),
+    "run by an action id in the query": Case("POST", "{box}/run?action_id=a", {"argv": ["true"]}, field="action_id"),
     # --- images
     "image without name": Case("DELETE", "/v1/images", field="name"),
     "image to remove": missing("DELETE", "/v1/images?name=no-such-image", "name"),

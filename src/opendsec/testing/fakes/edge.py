@@ -55,6 +55,7 @@ class FakeEdge:
         self.failures: list[tuple[str, OpenDSecError]] = []  # what the next calls of a route raise instead of doing their work
         self._draining = False
         self._creates: dict[str, tuple[bytes, s.CreateResponse]] = {}
+        self._actions: dict[str, tuple[tuple[object, ...], asyncio.Task[Response]]] = {}  # of routes with the id in their query
         self._log: list[s.Event] = []
         self._happened = asyncio.Event()
         self._folder = Path(tempfile.mkdtemp(prefix="fake-edge-"))
@@ -104,11 +105,30 @@ class FakeEdge:
                         raise failure[1]
                 if self.token and request.headers.get("authorization") != f"Bearer {self.token}":
                     raise Unauthorized("no token, or a wrong one")
-                return await handler(request)
+                return await self._once(name, handler, request)
             except OpenDSecError as error:
                 return Response(wire.encode_error(error), status_code=error.status, media_type="application/json")
 
         return call
+
+    async def _once(self, name: str, handler: Handler, request: Request) -> Response:
+        """The answer of `handler`, or the earlier one to the request's action id. A refusal leaves the id free."""
+        query = query_of(request)
+        given = query.pop("action_id", None)
+        if given is None or "action_id" not in ROUTES[name].query:
+            return await handler(request)
+        action_id = check_action_id(given.decode("utf-8", "replace"))
+        asked = (name, request.url.path, query, await request.body())
+        if action_id not in self._actions:
+            self._actions[action_id] = (asked, asyncio.ensure_future(handler(request)))
+        before, answering = self._actions[action_id]
+        if before != asked:
+            raise Conflict("this action id was used for another request", field="action_id")
+        try:
+            return await asyncio.shield(answering)
+        except OpenDSecError:
+            self._actions.pop(action_id, None)
+            raise
 
     def _box(self, request: Request) -> FakeBox:
         box_id = str(request.path_params["sandbox_id"])

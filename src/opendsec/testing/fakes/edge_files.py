@@ -17,7 +17,6 @@ from starlette.responses import Response
 
 from opendsec.api import files as f
 from opendsec.api.errors import Conflict, InvalidRequest, NotFound
-from opendsec.api.ids import check_action_id
 from opendsec.api.spec import check_path, check_user
 from opendsec.testing.fakes.edge_parts import FakeBox, Handler, json_answer, lines_answer, query_of
 
@@ -66,10 +65,8 @@ class FileRoutes:
 
     async def _write(self, request: Request) -> Response:
         box, query = self._box(request), query_of(request)
-        raw, action_id = _path(query), query.get("action_id", b"").decode()
+        raw = _path(query)
         check_user(query.get("user", b"").decode(), "user")
-        if action_id and check_action_id(action_id) in box.writes:
-            return json_answer(box.writes[action_id])
         path, data = box.path(raw), await request.body()
         with _files():
             if query.get("parents") == b"1":
@@ -83,8 +80,6 @@ class FileRoutes:
                 os.chmod(path, int(query["mode"], 8))
             written = f.Written(size_bytes=os.path.getsize(path))
         box.tell(raw, "modified" if existed else "created")
-        if action_id:
-            box.writes[action_id] = written
         return json_answer(written)
 
     async def _stat(self, request: Request) -> Response:

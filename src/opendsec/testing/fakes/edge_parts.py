@@ -39,7 +39,6 @@ class FakeBox:
         self.processes: dict[str, FakeProcess] = {}
         self.sessions: dict[str, FakeSession] = {}
         self.actions: dict[str, tuple[bytes, FakeProcess]] = {}
-        self.writes: dict[str, f.Written] = {}
         self.watchers: dict[bytes, set[asyncio.Queue[f.WatchEvent]]] = {}
 
     def path(self, raw: bytes) -> bytes:
