@@ -27,6 +27,7 @@ from opendsec.api.exec import Captured, ExecResult
 from opendsec.edge.journal import Journal
 from opendsec.edge.log import Log
 from opendsec.edge.tables import ActionRow, ActionState
+from opendsec.edge.turns import Turns, size_of
 
 INLINE_BYTES = 128 << 10  # larger results go to a file of their own
 COMMANDS = ("run", "stream", "session_run")  # kinds of actions whose result is an ExecResult
@@ -83,6 +84,7 @@ class Actions:
 
     def __init__(self, journal: Journal, directory: Path, clock: Callable[[], float], log: Log) -> None:
         self.journal, self._directory, self.clock, self._log = journal, directory, clock, log
+        self.turns = Turns()
         self._writing: set[str | None] = set()  # files that the journal does not know yet
         self._outlived: set[asyncio.Task[msgspec.Struct]] = set()
         self._running: dict[str, tuple[bytes, asyncio.Task[msgspec.Struct]]] = {}
@@ -142,7 +144,7 @@ class Actions:
                 await self._write(action, "unknown", msgspec.json.encode({"error": unknown.body()}))
             raise
         if action.begun:
-            await self._write(action, "done", msgspec.json.encode(result))
+            await self._write(action, "done", await self.turns.do(lambda: msgspec.json.encode(result), size_of(result)))
         return result
 
     async def _write(self, action: Action[S], state: ActionState, encoded: bytes) -> None:

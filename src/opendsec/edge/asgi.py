@@ -7,6 +7,7 @@ import asyncio
 import hmac
 import secrets
 from collections.abc import Coroutine, Mapping
+from functools import partial
 
 import msgspec
 
@@ -15,6 +16,7 @@ from opendsec.api.errors import Internal, OpenDSecError, Unauthorized, Unavailab
 from opendsec.api.routes import ROUTES
 from opendsec.edge.http import Disconnected, Lines, Message, Raw, Receive, Request, Router, Send, parse_query
 from opendsec.edge.log import Log
+from opendsec.edge.turns import Turns, size_of
 
 _JSON = (b"content-type", b"application/json")
 _NDJSON = (b"content-type", b"application/x-ndjson")
@@ -28,8 +30,9 @@ class CutOff(Exception):
 class App:
     """The ASGI application of one listener. `token` None: the listener itself decides who may connect."""
 
-    def __init__(self, router: Router, log: Log, *, local: bool, token: bytes | None = None) -> None:
+    def __init__(self, router: Router, log: Log, *, local: bool, token: bytes | None = None, turns: Turns | None = None) -> None:
         self._router, self._log, self._local, self._token = router, log, local, token
+        self._turns = turns or Turns()
         self.stopping = asyncio.Event()  # set: streams end
 
     async def __call__(self, scope: Mapping[str, object], receive: Receive, send: Send) -> None:
@@ -46,7 +49,7 @@ class App:
             request = Request(route, params, parse_query(query, allowed) if query else {}, receive, length, self._local)
             answer = await handler(request)
             if isinstance(answer, msgspec.Struct):
-                await _send_json(send, 200, wire.encode(answer))
+                await _send_json(send, 200, await self._turns.do(partial(wire.encode, answer), size_of(answer)))
             elif answer is None:
                 await send({"type": "http.response.start", "status": 204, "headers": []})
                 await send({"type": "http.response.body", "body": b""})

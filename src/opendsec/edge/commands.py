@@ -46,7 +46,7 @@ class Commands:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self.execution = Execution(emit=self._emit)
+        self.execution = Execution(emit=self._emit, turns=node.actions.turns)
         node.flushers.append(self._write_outcomes)
         node.on_destroy.append(_begin_kill)
         node.on_destroyed.append(_let_go)

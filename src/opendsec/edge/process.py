@@ -285,7 +285,7 @@ class Process:
             if not self.ended:
                 await _wait(self._done)
             self._check_lost()
-            return self.result()
+            return await self.table.execution.turns.do(self.result, self.held_bytes)
 
     @contextmanager
     def pinning(self) -> Iterator[None]:

@@ -36,6 +36,7 @@ from opendsec.edge.process import Process
 from opendsec.edge.retention import Retention
 from opendsec.edge.streams import Poller, Reader, Writer, input_pipe, output_pipe
 from opendsec.edge.timing import Clock, LoopClock, Timer
+from opendsec.edge.turns import Turns
 from opendsec.runtime.backend import Counters, ExecPlan, Exit, Handle, Running
 
 MAX_OPEN = 1024  # commands of a sandbox that run, or whose children hold their output open: descriptors of the edge
@@ -55,12 +56,15 @@ def _no_event(kind: str, sandbox_id: str | None = None, **data: str | int | floa
 class Execution:
     """Made in the running event loop; one an edge."""
 
-    def __init__(self, *, emit: Emit = _no_event, clock: Clock | None = None, retention: Retention | None = None) -> None:
+    def __init__(
+        self, *, emit: Emit = _no_event, clock: Clock | None = None, retention: Retention | None = None, turns: Turns | None = None
+    ) -> None:
         self.loop = asyncio.get_running_loop()
         self.emit = emit
         self.clock = clock or LoopClock()
         self.retention = retention or Retention()
         self.captured = Budget(CAPTURED_BYTES)
+        self.turns = turns or Turns()
         self.poller = Poller()
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -80,12 +80,12 @@ async def serve(settings: Settings, log: Log, assembling: Assemble, *, stop: asy
         served = Routes(node, parts.features)
         stack.push_async_callback(served.close)
         node.ready()
-        unix = Listener(App(served.router, log, local=True))
+        unix = Listener(App(served.router, log, local=True, turns=node.actions.turns))
         stack.push_async_callback(unix.close)
         port = None
         if settings.tcp is not None:
             assert token is not None  # config refuses tcp without a token file
-            tcp = Listener(App(served.router, log, local=False, token=token))
+            tcp = Listener(App(served.router, log, local=False, token=token, turns=node.actions.turns))
             stack.push_async_callback(tcp.close)
             port = await tcp.open_tcp(*settings.tcp)
             log.info("edge.listening", host=settings.tcp[0], port=port)
