@@ -527,6 +527,7 @@ def test_a_command_that_cannot_start(raw: Raw, sandbox: int, changes: Message, s
     assert isinstance(answer["error"], tuple), answer
     assert answer["error"][:2] == (step, code)
     assert 0 < len(answer["error"][2]) <= 800
+    assert "b'" not in answer["error"][2]  # it is for people
     raw.ping()
     assert raw.early == []  # no exit of what never started
 

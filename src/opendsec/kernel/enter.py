@@ -55,6 +55,11 @@ step = "start"  # where the child is, for the report; a module variable, because
 channel = -1  # the descriptor of the report, which moves as the others are put in order
 
 
+def shown(name: bytes) -> str:
+    """A name of the caller's or the sandbox's, for people."""
+    return repr(name[:200].decode("utf-8", "replace"))
+
+
 class StartError(Exception):
     """The command cannot start, and it is the caller's or the image's doing: (errno, text)."""
 
@@ -283,7 +288,7 @@ def enter_command(plan: Plan, profile: bytes, proc: int, sandbox: int, joins: li
     try:
         os.chdir(plan["cwd"])
     except OSError as error:
-        raise StartError(error.errno, f"cannot change to the working directory {plan['cwd']!r}: {error.strerror}") from None
+        raise StartError(error.errno, f"cannot change to the working directory {shown(plan['cwd'])}: {error.strerror}") from None
     environment = dict(plan["env"])
     for name, value in ((b"HOME", user[3]), (b"USER", user[4]), (b"LOGNAME", user[4]), (b"PATH", PATH_DEFAULT)):
         environment.setdefault(name, value)
@@ -317,7 +322,7 @@ def exec_program(argv: list[bytes], environment: dict[bytes, bytes]) -> NoReturn
             code = error.errno or code
             if error.errno != errno.EACCES:  # as execvp: a file that may not be executed does not end the search
                 break
-    raise StartError(code, f"cannot execute {program!r}: {os.strerror(code)}")
+    raise StartError(code, f"cannot execute {shown(program)}: {os.strerror(code)}")
 
 
 # --- users, as the sandbox's own files name them -------------------------------------------------------------------
@@ -363,13 +368,13 @@ def find_user(wanted: bytes) -> tuple[int, int, list[int], bytes, bytes]:
     elif name == b"root":
         uid, gid, home, login = 0, 0, b"/root", name  # an image without a passwd file still has root
     else:
-        raise StartError(errno.ENOENT, f"no user {name.decode('utf-8', 'replace')!r} in the sandbox's /etc/passwd")
+        raise StartError(errno.ENOENT, f"no user {shown(name)} in the sandbox's /etc/passwd")
     if group:
         if is_id(group):
             return uid, int(group), [], home, login
         match = next((row for row in rows_of(read_hostile(b"/etc/group"), 4, holding=group) if row[0] == group), None)
         if match is None:
-            raise StartError(errno.ENOENT, f"no group {group.decode('utf-8', 'replace')!r} in the sandbox's /etc/group")
+            raise StartError(errno.ENOENT, f"no group {shown(group)} in the sandbox's /etc/group")
         return uid, int(match[2]), [], home, login
     if not uid or not known:
         return uid, gid, [], home, login  # root needs no further groups
