@@ -14,7 +14,10 @@ def down(
     kill: Annotated[bool, typer.Option("--kill", "-k", help="End all sandboxes first. Without it they live on for the next edge.")] = False,
     json: c.Json = False,
 ) -> None:
-    """Stop the edge, and wait until it has stopped."""
+    """Stop the edge, and wait until it has stopped.
+
+    Sandboxes live on with their files, and `dsec up` finds them again; it then ends what still runs in them, since nobody has its output.
+    """
     import asyncio
     import os
 
