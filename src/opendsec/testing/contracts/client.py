@@ -236,6 +236,68 @@ async def repeats_an_action_only_once(setup: Setup) -> None:
             raise AssertionError("one action id served two requests")
 
 
+async def refused(asking: Awaitable[object]) -> None:
+    """An action id that was used for another request."""
+    try:
+        await asking
+    except Conflict as error:
+        assert error.field == "action_id", error
+    else:
+        raise AssertionError("one action id served two requests")
+
+
+@check
+async def repeats_every_change_only_once(setup: Setup) -> None:
+    base = f"contract/{new_action_id()}"
+    async with setup.box() as box, setup.client() as client:
+        files, path = box.files, f"{WORK}/a"
+        made = await files.mkdir(f"{WORK}/d", action_id=f"{base}/mkdir")
+        assert await files.mkdir(f"{WORK}/d", action_id=f"{base}/mkdir") == made
+        await refused(files.mkdir(f"{WORK}/e", action_id=f"{base}/mkdir"))
+        await refused(files.remove(f"{WORK}/d", action_id=f"{base}/mkdir"))
+        for _ in range(2):
+            await files.append(path, "line\n", action_id=f"{base}/append")
+        for _ in range(2):
+            assert (await files.move(path, f"{WORK}/b", action_id=f"{base}/move")).name == "b"
+        await files.chmod(f"{WORK}/b", 0o600, action_id=f"{base}/chmod")
+        await files.chmod(f"{WORK}/b", 0o644)
+        await files.chmod(f"{WORK}/b", 0o600, action_id=f"{base}/chmod")
+        assert (await files.stat(f"{WORK}/b")).mode == 0o644
+        await files.remove(f"{WORK}/b", action_id=f"{base}/remove")
+        await files.write(f"{WORK}/b", "another")
+        await files.remove(f"{WORK}/b", action_id=f"{base}/remove")
+        assert await files.read(f"{WORK}/b") == "another"
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "c").write_text("first")
+            assert await files.upload(folder, f"{WORK}/tree", action_id=f"{base}/upload") == 5
+            await files.write(f"{WORK}/tree/c", "second")
+            assert await files.upload(folder, f"{WORK}/tree", action_id=f"{base}/upload") == 5
+        assert await files.read(f"{WORK}/tree/c") == "second"
+
+        process = await box.start("cat", stdin_stream=True)
+        for _ in range(2):
+            await process.write("line\n", action_id=f"{base}/input")
+        await refused(process.write("other\n", action_id=f"{base}/input"))
+        for _ in range(2):
+            await process.close_stdin(action_id=f"{base}/end")
+        assert (await process.wait()).stdout == "line\n"
+        sleeper = await box.start("sleep 600")
+        for _ in range(2):
+            await sleeper.kill(action_id=f"{base}/kill")
+        await refused(sleeper.signal(15, action_id=f"{base}/kill"))
+        session = await box.session()
+        for _ in range(2):
+            await session.close(action_id=f"{base}/close")
+
+        for _ in range(2):
+            await client.images.compose("contract-once", setup.image, [], action_id=f"{base}/compose")
+        for _ in range(2):
+            await client.images.remove("contract-once", action_id=f"{base}/forget")
+        await refused(client.images.remove(setup.image, action_id=f"{base}/forget"))
+        for _ in range(2):
+            assert (await client.images.gc(dry_run=True, action_id=f"{base}/gc")).dry_run
+
+
 @check
 async def streams_output_as_it_comes(setup: Setup) -> None:
     async with setup.box() as box:
