@@ -70,12 +70,14 @@ class ContainerHandle:
         return not self.died.done() and not procfs.is_exiting(self.record.pid, self.record.start_time)
 
     def open_root(self) -> int:
-        """An O_PATH descriptor of the root directory; the caller closes it. Raises SandboxLost."""
+        """An O_PATH descriptor of the root directory; the caller closes it. Raises SandboxLost, Unavailable."""
         self._check_alive()
         try:
             root = os.open(procfs.path_of(self.record.pid, "root"), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
+        except (FileNotFoundError, ProcessLookupError) as error:
             raise SandboxLost("the sandbox has ended") from error
+        except OSError as error:  # no descriptor or no memory left here, which says nothing of the sandbox
+            raise Unavailable(f"cannot reach the sandbox's files: {error.strerror}") from error
         try:
             # Still alive after the path was opened: so the number was its own all the while, not another process's.
             syscalls.pidfd_send_signal(self._pidfd, 0)
