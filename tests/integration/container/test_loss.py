@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import select
 import signal
 from collections.abc import Iterator
@@ -278,3 +279,16 @@ async def destroy_all(boxes: list[Box]) -> None:
     for box in boxes:
         for command in box.commands:
             command.close()
+
+
+def test_want_of_descriptors_here_is_no_lost_sandbox(box: Box) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)  # the next number that would be given out
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+    try:
+        with pytest.raises(Unavailable, match="Too many open files"):
+            box.handle.files.stat(b"/etc/passwd", follow=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert box.handle.files.stat(b"/etc/passwd", follow=True).kind == "file"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from opendsec.api.errors import SandboxLost
+from opendsec.api.errors import SandboxLost, Unavailable
 from opendsec.api.spec import Limits
 from opendsec.runtime.scratch.driver import BASE_INODES, OpenRoot, ScratchPlan
 
@@ -53,7 +53,7 @@ class TmpfsScratch:
             return None
         try:
             fd = open_root()
-        except SandboxLost:
+        except (SandboxLost, Unavailable):
             return None
         try:
             return os.fstatvfs(fd)
