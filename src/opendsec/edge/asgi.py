@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
 import secrets
 from collections.abc import Coroutine, Mapping
@@ -12,7 +13,7 @@ from functools import partial
 import msgspec
 
 from opendsec.api import wire
-from opendsec.api.errors import Internal, OpenDSecError, Unauthorized, Unavailable
+from opendsec.api.errors import Internal, OpenDSecError, PlatformError, Unauthorized, Unavailable
 from opendsec.api.routes import ROUTES
 from opendsec.edge.http import Disconnected, Lines, Message, Raw, Receive, Request, Router, Send, parse_query
 from opendsec.edge.log import Log
@@ -65,8 +66,11 @@ class App:
             internal = self._internal(method, path, error)
             await self._send_error(request or self._unrouted(receive, length), send, internal, routed=request is not None)
 
-    def _internal(self, method: str, path: str, error: Exception) -> Internal:
-        """What the caller learns of a bug of ours: a number under which the log has the rest."""
+    def _internal(self, method: str, path: str, error: Exception) -> PlatformError:
+        """What the caller learns of a bug of ours: a number under which the log has the rest. Want of descriptors is none."""
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            self._log.error("edge.no_descriptors", method=method, path=path, reason=str(error))
+            return Unavailable("this edge has no file descriptors left", data={"resource": "descriptors"})
         incident = secrets.token_hex(6)
         self._log.exception("edge.internal_error", incident=incident, method=method, path=path, kind=type(error).__name__)
         return Internal(f"a bug of the edge; its log tells more under incident {incident}", data={"incident": incident})

@@ -27,6 +27,8 @@ from opendsec.edge.asgi import App
 
 BACKLOG = 4096
 KEEP_ALIVE_S = 300  # longer than the SDK keeps a connection, so that it never writes into one that is being closed
+HEAD_BYTES = 128 << 10  # the longest that can be right, a move from one path to another, has some 25 KiB
+HEAD_S = 30.0
 GRACE_S = 10.0  # for requests under way at a stop
 
 
@@ -54,6 +56,51 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 class _Protocol(HttpToolsProtocol):
+    """uvicorn's, with a limit of bytes and of time for the head of a request: both apply before anybody has shown a token."""
+
+    _head = 0  # bytes of the head that is being read
+    _in_head = False
+    _patience: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        before = self._in_head
+        super().data_received(data)
+        # What came along with the end of the request before is not counted.
+        self._head += len(data) if before and self._in_head else 0
+        if self._head > HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response("too large")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head, self._in_head = 0, True
+        if self._patience is None:
+            self._wait_for_head()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._stop_waiting()
+        super().on_headers_complete()
+
+    def _wait_for_head(self) -> None:
+        self._patience = asyncio.get_running_loop().call_later(HEAD_S, self._give_up)
+
+    def _stop_waiting(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+    def _give_up(self) -> None:
+        self._patience = None
+        self.transport.close()
+
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP at all is answered in the contract's form, too."""
         body = wire.encode_error(InvalidRequest("is not an HTTP request that this edge understands", field="request"))

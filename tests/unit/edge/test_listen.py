@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import json
 import os
 import socket
@@ -17,6 +19,7 @@ import pytest
 from opendsec.api.errors import Internal, QuotaExceeded, Unavailable
 from opendsec.api.routes import ROUTES
 from opendsec.api.sandboxes import Event
+from opendsec.edge import listen
 from opendsec.edge.asgi import App
 from opendsec.edge.http import Answer, Lines, Raw, Request, Router
 from opendsec.edge.listen import AlreadyRunning, Listener, locked
@@ -281,3 +284,52 @@ async def test_a_refusal_does_not_wait_for_a_slow_sender(server: Server) -> None
     writer.write(b"POST /v1/drain HTTP/1.1\r\nhost: edge\r\ntransfer-encoding: chunked\r\n\r\n1\r\n.\r\n")
     assert (await reader.readline()).startswith(b"HTTP/1.1 503")
     writer.close()
+
+
+LINE = b"GET /v1/info HTTP/1.1\r\n"
+
+
+@pytest.mark.parametrize("head", (LINE + b"x: " + b"a" * 10_000_000, b"GET /" + b"a" * 10_000_000, LINE + b"x: y\r\n" * 2_000_000))
+async def test_the_head_of_a_request_has_a_limit(server: Server, head: bytes) -> None:
+    """It applies before a token is asked for, and each byte of it stays in memory."""
+    reader, writer = await asyncio.open_unix_connection(str(server.path))
+    writer.write(head)
+    with contextlib.suppress(ConnectionError):  # it may be gone before all was sent
+        await writer.drain()
+    with contextlib.suppress(ConnectionError):
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+    writer.close()
+
+
+async def test_many_requests_on_a_connection_and_large_bodies_have_no_such_limit(server: Server) -> None:
+    async def answer(request: Request) -> Answer:
+        await request.swallow()
+        return None
+
+    server.answer = answer
+    reader, writer = await asyncio.open_unix_connection(str(server.path))
+    one = b"POST /v1/drain HTTP/1.1\r\nhost: x\r\ncontent-length: 300000\r\n\r\n" + bytes(300_000)
+    writer.write(one * 5 + b"GET /v1/info HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    assert (await reader.read()).count(b"HTTP/1.1 204") == 6
+    writer.close()
+
+
+async def test_whoever_sends_no_whole_head_is_let_go(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listen, "HEAD_S", 0.05)
+    server.answer = lambda request: asyncio.sleep(0)
+    for sent in (b"", b"GET /v1/in", b"GET /v1/info HTTP/1.1\r\nx: y\r\n", b"GET /v1/info HTTP/1.1\r\nhost: x\r\n\r\nGET /"):
+        reader, writer = await asyncio.open_unix_connection(str(server.path))
+        writer.write(sent)
+        answered = await reader.read()  # returns because the edge closes
+        assert answered.count(b"HTTP/1.1 204") == sent.count(b"\r\n\r\n")
+        writer.close()
+
+
+async def test_no_descriptors_left_is_no_bug(server: Server) -> None:
+    async def answer(request: Request) -> Answer:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    server.answer = answer
+    async with server.client() as client:
+        response = await client.get("/v1/info")
+    assert response.status_code == 503 and response.json()["error"]["data"] == {"resource": "descriptors"}
