@@ -106,3 +106,26 @@ def test_another_file_in_the_journals_place_is_not_touched(tmp_path: Path) -> No
     _, log = edge.process.communicate(timeout=30)
     assert edge.ready == b"" and "is not a journal of an edge" in log.decode()
     assert (tmp_path / "s/journal.db").read_bytes() == b"something else " * 1000
+
+
+@pytest.mark.parametrize("lost", ("removed", "emptied"))
+def test_a_lost_journal_is_no_first_start(tmp_path: Path, lost: str) -> None:
+    """Its sandboxes may still run, under uids that a first start would give out again."""
+    assert EdgeProcess(tmp_path).end(signal.SIGKILL)
+    for path in (tmp_path / "s").glob("journal.db*"):
+        path.unlink()
+    if lost == "emptied":
+        (tmp_path / "s/journal.db").touch()
+    for _ in range(2):
+        edge = EdgeProcess(tmp_path)
+        _, log = edge.process.communicate(timeout=30)
+        assert (edge.ready, edge.process.returncode) == (b"", 1)
+        assert "journal.db is gone or empty" in log.decode() and "Traceback" not in log.decode()
+
+
+def test_a_journal_that_cannot_be_opened_is_told_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "s/journal.db").mkdir(parents=True)
+    edge = EdgeProcess(tmp_path)
+    _, log = edge.process.communicate(timeout=30)
+    assert (edge.ready, edge.process.returncode) == (b"", 1)
+    assert "journal.db" in log.decode() and "Traceback" not in log.decode()

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import uvloop
 
 from opendsec.api import wire
+from opendsec.api.errors import OpenDSecError
 from opendsec.edge import config
 from opendsec.edge.assemble import assemble, doctor
 from opendsec.edge.config import BadSettings, Settings
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None, assembling: Assemble = assemble
     try:
         with locked(settings.state_dir), locked(settings.run_dir), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve_until_signalled(settings, log, assembling))
-    except (AlreadyRunning, NewerFormat, BadSettings, ValueError) as error:
+    except (AlreadyRunning, NewerFormat, BadSettings, ValueError, OpenDSecError, OSError) as error:
         print(f"dsec-edge: {error}", file=sys.stderr)
         return 1
     return 0

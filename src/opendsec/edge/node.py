@@ -311,7 +311,11 @@ class Node:
         box = self.box(sandbox_id)
 
         async def work(action: Action[SandboxInfo]) -> SandboxInfo:
-            action.begin("", self.clock.time())
+            try:
+                action.begin("", self.clock.time())
+            except Unavailable as error:
+                # To end a sandbox is what helps against a full disk, and to do it twice does no harm.
+                self.log.error("journal.not_written", sandbox_id=box.id, reason=str(error))
             self.apply(box, lifecycle.KillRequested(self.clock.time(), message))
             await box.wait_ended()
             return box.info()

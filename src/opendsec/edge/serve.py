@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from opendsec.api import ids
@@ -42,10 +43,7 @@ async def serve(settings: Settings, log: Log, assembling: Assemble, *, stop: asy
     async with contextlib.AsyncExitStack() as stack:
         journal = Journal(settings.journal)
         stack.callback(journal.close)
-        edge_id = journal.meta("edge_id")
-        if edge_id is None:
-            edge_id = ids.new_id(ids.EDGE)
-            journal.set_meta("edge_id", edge_id)
+        edge_id = _identity(journal, settings.state_dir / "edge.id")
         clock = SystemClock()
         node: Node | None = None
         events = EventSink(
@@ -94,6 +92,24 @@ async def serve(settings: Settings, log: Log, assembling: Assemble, *, stop: asy
         ready(Serving(node, port))
         await stop.wait()
         log.info("edge.stopping", edge_id=edge_id)
+
+
+def _identity(journal: Journal, beside: Path) -> str:
+    """The edge's id, which the journal holds. A file `beside` it does too, so that a journal that is gone or empty is told from a first
+    start: what it knew may still run, under uids that would be given out again. Raises ValueError then."""
+    known = beside.read_text().strip() if beside.exists() else ""
+    edge_id = journal.meta("edge_id")
+    if edge_id is None:
+        if known:
+            raise ValueError(
+                f"{journal.path} is gone or empty, but this is the state of {known}, whose sandboxes may still run: put the journal back, "
+                f"or restart the machine and remove {beside}"
+            )
+        edge_id = ids.new_id(ids.EDGE)
+        journal.set_meta("edge_id", edge_id)
+    if edge_id != known:
+        beside.write_text(f"{edge_id}\n")
+    return edge_id
 
 
 def _foreign_uids() -> list[tuple[int, int]]:
