@@ -18,8 +18,7 @@ listed, waited for, attached to and signalled like any other; its standard input
 from __future__ import annotations
 
 import asyncio
-import os
-from signal import SIGKILL
+from signal import SIGKILL, SIGSTOP
 
 from opendsec.api.errors import InvalidRequest, SandboxLost, Unavailable, Unsupported
 from opendsec.api.exec import SessionInfo
@@ -29,12 +28,13 @@ from opendsec.edge.process import Process
 from opendsec.edge.processes import ProcessTable
 from opendsec.edge.streams import Reader, Writer
 from opendsec.edge.timing import Timer
-from opendsec.kernel import syscalls
+from opendsec.kernel.signals import signal_listed
 from opendsec.runtime.backend import Exit, Running
 
 READY_S = 30.0  # for a new shell to say that it is there
 ANSWER_S = 2.0  # for a shell to come back once the children of its command were killed
 AGAIN_S = 0.05  # between two rounds of killing in that time
+MUTE_S = 0.2  # from the end of a shell's answers to that of its reading
 ROUNDS = 20  # of killing after the shell's death, before earlier jobs go too: it is a fork bomb
 BETWEEN_BYTES = 64 << 10  # kept of each stream between commands
 
@@ -58,6 +58,7 @@ class Session:
         self._commands: Writer | None = None
         self._spared: frozenset[int] = frozenset()  # pids that were there before the command
         self._timer: Timer | None = None
+        self._mute: Timer | None = None
         self._answer_by = 0.0
         self._released = False
 
@@ -138,7 +139,11 @@ class Session:
             self._end(process, Exit())
 
     def _on_mute(self) -> None:
-        """Its channel is closed: by its end, by `exec` (both close the other channel too), or by a command that meddled."""
+        """Its channel is closed: by its end or by `exec`, which close the other channel too, but not in the same moment; or by a command
+        that meddled, and then the shell would read commands and never answer."""
+        self._mute = self._clock.call_later(MUTE_S, self._on_still_mute)
+
+    def _on_still_mute(self) -> None:
         if self._commands is not None and self._commands.has_reader():
             self.kill("a command closed the shell's own channel")
 
@@ -163,24 +168,10 @@ class Session:
         return [pid for pid in self.running.members() if pid not in self._spared]
 
     def signal(self, number: int, *, tree: bool = False) -> None:
-        """To all that the command has started. Its pids are held by descriptors while they are compared with the shell's tree once more,
-        so that no signal reaches a process that has taken the number of a dead one."""
-        assert self.running is not None
-        held: dict[int, int] = {}
-        try:
-            for pid in self._started():
-                try:
-                    held[pid] = syscalls.pidfd_open(pid)
-                except OSError:
-                    continue  # it has ended
-            for pid in held.keys() & set(self.running.members()):
-                try:
-                    syscalls.pidfd_send_signal(held[pid], number)
-                except OSError:
-                    continue
-        finally:
-            for fd in held.values():
-                os.close(fd)
+        """To all that the command has started."""
+        if number == SIGKILL:
+            signal_listed(self._started, SIGSTOP)  # or a parent sees its child die, and goes on until it dies itself
+        signal_listed(self._started, number)
 
     def kill_tree(self) -> None:
         """What the command has started, now and again until the shell answers or its time is up."""
@@ -271,6 +262,8 @@ class Session:
     def disconnect(self) -> None:
         """Let go of the shell's channels. Its output stays open for jobs that live on, and is thrown away."""
         self._stop_timer()
+        if self._mute is not None:
+            self._mute.cancel()
         if self._commands is not None:
             self._commands.close("the session is closed")
         if self._status is not None:

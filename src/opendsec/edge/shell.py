@@ -19,7 +19,7 @@ How the driver below works, and why it is not the obvious loop:
 * `read -N` takes the text in large pieces where `read -d ''` would take it byte by byte; it counts characters, hence LC_ALL=C for it
   alone. TMOUT would end a `read`, a trapped signal does.
 * All but the `eval` is in the loop's condition, where `set -e` does not strike and `$?` is still that of the `eval` before. So a stray
-  `break` or `continue` in a command, which acts on this very loop, still answers. The outer loop is for the `break`.
+  `break` or `continue` in a command, which acts on this very loop, still answers. The outer loops are for the `break`.
 * The condition is a function, because DEBUG and ERR traps do not reach into one, and silent on stderr, for `set -x`. The `eval` is in no
   function: `declare` in a command would make a local variable.
 * `$?` gets its old value before a command by a function that returns it; in a condition, because with `set -e` its failure would end the
@@ -42,15 +42,18 @@ MAX_STATUS_BYTES = 64
 # Run by the trap of ABANDON: in a function leave it, else leave all loops, the driver's included; what comes next meets _SKIP.
 _ABANDON = (
     "case ${{FUNCNAME-}} in __opendsec_*) ;; "
-    '"") builtin shopt -s extdebug; builtin trap "$__opendsec_skip" DEBUG; builtin continue 1000;; '
-    '*) builtin shopt -s extdebug; builtin trap "$__opendsec_skip" DEBUG; builtin return 143;; esac'
+    '"") builtin shopt -s extdebug; __opendsec_pass=1; builtin trap "$__opendsec_skip" DEBUG; builtin continue 1000;; '
+    '*) builtin shopt -s extdebug; __opendsec_pass=1; builtin trap "$__opendsec_skip" DEBUG; builtin return 143;; esac'
 )
-# Run before each command from then on, until the driver is reached. With extdebug a failure here skips the command.
+# Run before each command from then on, the last one of _ABANDON first (BASH_COMMAND does not tell that one: in a trap it names the command
+# that was interrupted), until the driver is reached. With extdebug a failure here skips the command.
 _SKIP = (
-    "case $BASH_COMMAND in __opendsec_*) builtin trap - DEBUG; builtin shopt -u extdebug;; "
-    '"builtin return 143"|"builtin continue 1000") ;; '
-    "*) if [[ ${{FUNCNAME-}} ]]; then builtin return 143; else builtin false; fi;; esac"
+    "if [[ $__opendsec_pass ]]; then __opendsec_pass=; "
+    "elif [[ $BASH_COMMAND == __opendsec_* ]]; then builtin trap - DEBUG; builtin shopt -u extdebug; "
+    "elif [[ ${{FUNCNAME-}} ]]; then builtin return 143; "
+    "else builtin false; fi"
 )
+_OUTER_LOOPS = 3  # so many levels of a stray `break` do no harm
 _DRIVER = (
     "{{ exec {commands}<&10; }} 3<&-; {{ exec {status}>&10; }} 4>&-; exec 3<&- 4>&-; "
     "unset -v BASH_EXECUTION_STRING; shopt -s expand_aliases execfail; "
@@ -67,11 +70,13 @@ _DRIVER = (
     "do [[ $? -gt 128 ]] || builtin exit 0; done; "
     "builtin export -n __opendsec_last __opendsec_trace __opendsec_number __opendsec_size __opendsec_text; "
     "}}; __opendsec_number=0; "
-    "while {{ __opendsec_again; }} 2>/dev/null; do while {{ __opendsec_next; }} 2>/dev/null; do "
+    + "while {{ __opendsec_again; }} 2>/dev/null; do "
+    * _OUTER_LOOPS
+    + "while {{ __opendsec_next; }} 2>/dev/null; do "
     'if __opendsec_status "$__opendsec_last"; '
     'then builtin eval "$__opendsec_trace$__opendsec_text"; '
     'else builtin eval "$__opendsec_trace$__opendsec_text"; fi; '
-    "done; done"
+    "done" + "; done" * _OUTER_LOOPS
 )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pwd
+import resource
 import signal
 from collections.abc import Callable, Sequence
 
@@ -100,7 +101,8 @@ class LocalHandle:
         try:
             pid, pidfd = syscalls.clone3(0, cgroup_fd=directory, want_pidfd=True)
             if pid == 0:
-                _become(plan, program, env, account, given, join, controlling=slave is not None)
+                limit = self.record.limits.open_files
+                _become(plan, program, env, account, given, join, open_files=limit, controlling=slave is not None)
         finally:
             os.close(null)
             if slave is not None:
@@ -157,6 +159,7 @@ def _become(
     given: Sequence[int],
     join: list[str],
     *,
+    open_files: int,
     controlling: bool,
 ) -> None:
     """In the child: become the command."""
@@ -172,6 +175,7 @@ def _become(
         os.closerange(len(given), FLOOR + len(given) + 1)
         if controlling:
             tty.make_controlling(0)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, open_files))
         os.setgid(account.pw_gid)
         os.setuid(account.pw_uid)
         os.chdir(plan.cwd)

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signals to processes that are known by their numbers alone, such as the members of a cgroup."""
+
+from __future__ import annotations
+
+import os
+
+from opendsec.kernel import syscalls
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+
+def signal_listed(listing: Callable[[], Iterable[int]], number: int) -> None:
+    """Send a signal to every process that `listing` gives.
+
+    A process may end, and its number pass to one of the host, between the listing and the signal: so each is held by a pidfd
+    first, and is signalled if it is still listed then. What has ended, or appeared since, is passed over.
+    """
+    held: dict[int, int] = {}
+    try:
+        for pid in listing():
+            try:
+                held[pid] = syscalls.pidfd_open(pid)
+            except OSError:
+                continue  # ended
+        for pid in held.keys() & set(listing()):
+            try:
+                syscalls.pidfd_send_signal(held[pid], number)
+            except ProcessLookupError:
+                continue
+    finally:
+        for pidfd in held.values():
+            os.close(pidfd)
