@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from opendsec.api.errors import SandboxLost, Unavailable
 from opendsec.api.sandboxes import Usage
 from opendsec.kernel import cgroups, procfs, syscalls
+from opendsec.kernel.signals import signal_listed
 from opendsec.runtime.backend import Counters, ExecPlan, Exit, FileAccess, Record, Running
 from opendsec.runtime.container.plan import exec_plan, group_name
 from opendsec.runtime.files import SandboxFiles
@@ -256,31 +257,12 @@ class ContainerRunning:
 
     def signal(self, number: int, *, tree: bool = False) -> None:
         if tree:
-            self._signal_tree(number)
+            signal_listed(self.members, number)
         elif self._pidfd is not None:
             try:
                 syscalls.pidfd_send_signal(self._pidfd, number)
             except ProcessLookupError:
                 pass  # it has ended, its exit is on the way
-
-    def _signal_tree(self, number: int) -> None:
-        """A member may end, and its number pass to a process of the host, between the listing and the signal: so each is held by a
-        pidfd first, and is signalled if it is still listed then."""
-        held: dict[int, int] = {}
-        try:
-            for pid in self.members():
-                try:
-                    held[pid] = syscalls.pidfd_open(pid)
-                except OSError:
-                    continue  # ended
-            for pid in held.keys() & set(self.members()):
-                try:
-                    syscalls.pidfd_send_signal(held[pid], number)
-                except ProcessLookupError:
-                    continue
-        finally:
-            for pidfd in held.values():
-                os.close(pidfd)
 
     def kill_tree(self) -> None:
         try:
