@@ -20,6 +20,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Literal
@@ -135,13 +136,26 @@ def _make(job: Job) -> Made:
     _event("step", "reading the tree")
     root_fd = _open_source(path, Path(job.store), allow=work)
     try:
-        edits = directory.scan(root_fd, exclude=job.exclude, keep_owner=keep_owner, log=lambda text: _event("log", text))
-        staged = directory.stage(root_fd, edits, prefix=prefix, work=work)
+        with still_there():
+            edits = directory.scan(root_fd, exclude=job.exclude, keep_owner=keep_owner, log=lambda text: _event("log", text))
+            staged = directory.stage(root_fd, edits, prefix=prefix, work=work)
     finally:
         os.close(root_fd)
     _event("step", "packing")
     erofs.pack(staged, out, all_root=not keep_owner)
     return _checked(out)
+
+
+@contextlib.contextmanager
+def still_there() -> Iterator[None]:
+    """A tree that somebody changes while it is read is no bug of ours."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE):
+            raise
+        where = f": {os.fsdecode(error.filename)!r}" if isinstance(error.filename, str | bytes) else ""
+        raise InvalidRequest(f"was changed while it was read{where}", field="source.path") from None
 
 
 def _open_source(path: Path, store: Path, *, allow: Path) -> int:

@@ -106,6 +106,10 @@ class Watcher:
             if error.errno != errno.EINVAL:
                 raise
 
+    def watching(self) -> bool:
+        """Whether any watch is left; the event that one ended may have been among those that the kernel dropped."""
+        return any(key.startswith("inotify") for key in procfs.fd_info("self", self.fd))
+
     def read(self) -> list[Event]:
         """What has come so far, at once; an empty list if nothing has."""
         try:

@@ -478,6 +478,20 @@ def test_more_events_than_the_kernel_keeps(box: Box, here: bytes) -> None:
         watch.close()
 
 
+@pytest.mark.slow
+def test_a_directory_that_goes_among_more_events_than_the_kernel_keeps(box: Box, here: bytes) -> None:
+    box.run("os.mkdir('d')")
+    watch = box.files.open_watch(here + b"/d")
+    try:
+        box.run("for i in range(20000): os.mkdir('d/d'); os.rmdir('d/d')\nos.rmdir('d')")
+        kinds: list[str] = []
+        while events := watch.read():
+            kinds += [event.kind for event in events]
+        assert kinds[-2:] == ["overflow", "gone"]
+    finally:
+        watch.close()
+
+
 def test_what_cannot_be_watched(box: Box, here: bytes) -> None:
     box.run("open('file', 'w').close()")
     with pytest.raises(Conflict):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import py_compile
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from opendsec.images import directory, pyc, tree
+from opendsec.api.errors import InvalidRequest
+from opendsec.images import directory, pyc, tree, worker
 from opendsec.images.directory import Hide, Rewrite
 from opendsec.images.erofs import TIMESTAMP
 
@@ -213,3 +215,22 @@ def test_others_are_left_alone(root: Path, module: Path) -> None:
     assert edits(root)[0] == []
     source.unlink()
     assert edits(root)[0] == []
+
+
+def test_a_tree_that_changes_while_it_is_read_is_the_callers(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = os.listdir
+
+    def stale(path: int) -> list[str]:
+        """As if a file had been removed, and a directory replaced, between the listing and the look."""
+        return [*names(path), "gone"]
+
+    monkeypatch.setattr(os, "listdir", stale)
+    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with pytest.raises(InvalidRequest, match="was changed while it was read: 'gone'") as caught, worker.still_there():
+            directory.scan(fd, exclude=(), keep_owner=False, log=lambda text: None)
+    finally:
+        os.close(fd)
+    assert caught.value.field == "source.path"
+    with pytest.raises(PermissionError), worker.still_there():
+        raise PermissionError(errno.EACCES, "no")

@@ -55,6 +55,10 @@ class DirectoryWatch:
         for event in () if self._ended else self._watcher.read():
             if event.mask & abi.IN_Q_OVERFLOW:
                 events.append(WatchEvent(kind="overflow"))
+                if not self._watcher.watching():  # and that was among what was lost
+                    events.append(WatchEvent(kind="gone"))
+                    self._ended = True
+                    break
             elif event.mask & _GONE:
                 events.append(WatchEvent(kind="gone"))
                 self._ended = True
