@@ -68,6 +68,7 @@ class Process:
         "_pins",
         "_readers",
         "_sent",
+        "_start",
         "_terminal",
         "_timeout",
         "verdict",
@@ -115,6 +116,7 @@ class Process:
         self.held_bytes = 0
         self._readers: tuple[Reader, ...] = ()
         self._sent: frozenset[int] = frozenset()
+        self._start: asyncio.Future[Running] | None = None
         self._timeout: Timer | None = None
         self._dying: Timer | None = None
         self.exit = Exit()
@@ -127,6 +129,13 @@ class Process:
 
     # --- start -----------------------------------------------------------------------------------------------------
 
+    def starting(self, start: asyncio.Future[Running]) -> None:
+        """Its start is under way. That may last, even for ever (root inside may stop a process that has joined), so the time-out counts
+        from here, and what stops the command stops its start."""
+        self._start = start
+        if self.timeout_s is not None:
+            self._timeout = self.table.clock.call_later(self.timeout_s, self._on_timeout)
+
     def begin(self, running: Running, readers: tuple[Reader, ...], stdin: Writer | None) -> None:
         """It has started, or it could not."""
         self._readers, self.stdin, self._terminal = readers, stdin, running.terminal is not None
@@ -135,8 +144,9 @@ class Process:
 
     def started(self, control: Control) -> None:
         self.control = control
+        self._start = None
         self.started_monotonic = self.table.clock.monotonic()
-        if self.timeout_s is not None:
+        if self.timeout_s is not None and self._timeout is None:
             self._timeout = self.table.clock.call_later(self.timeout_s, self._on_timeout)
         if self.cause is not None:
             self._kill()  # it was stopped before it had started
@@ -181,6 +191,8 @@ class Process:
             self.cause, self.cause_message = cause, message
             if self.control is not None:
                 self._kill()
+            elif self._start is not None:
+                self._start.cancel()
 
     def _kill(self) -> None:
         assert self.control is not None

@@ -197,13 +197,20 @@ class ProcessTable:
                         ours.append(end)
                         theirs.append(other)
                     stdout, stderr = theirs[-2:]
-                running = await self.handle.exec(self.plan(command, process.id), stdin=stdin, stdout=stdout, stderr=stderr)
+                plan = self.plan(command, process.id)
+                start = asyncio.ensure_future(self.handle.exec(plan, stdin=stdin, stdout=stdout, stderr=stderr))
+                process.starting(start)
+                running = await start
             finally:
                 for fd in theirs:
                     os.close(fd)
-        except BaseException:
+        except BaseException as error:
             for fd in ours:
                 os.close(fd)
+            if isinstance(error, asyncio.CancelledError) and process.cause is not None:
+                if not process.ended:
+                    process.settle(Exit())  # it was stopped on its way
+                return
             self._withdraw(process)
             raise
         if process.ended:  # the table was closed in the meantime

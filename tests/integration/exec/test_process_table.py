@@ -270,6 +270,21 @@ async def test_stopped_before_it_had_started(bench: Bench) -> None:
     assert (result.outcome, result.message) == ("killed", "that is enough")
 
 
+@pytest.mark.parametrize("pty", [None, Pty(rows=5, cols=5)])
+async def test_t16_a_start_that_hangs_is_under_the_time_out(bench: Bench, pty: Pty | None) -> None:
+    """Root inside may stop a command that is on its way in."""
+    bench.handle.before_exec = asyncio.get_running_loop().create_future
+    run = asyncio.ensure_future(bench.sh("exec sleep 1000", timeout_s=5.0, pty=pty))
+    await eventually(bench.table.list)
+    await asyncio.sleep(0)
+    bench.clock.advance(5.0)
+    result = await run
+    assert (result.outcome, result.exit_code) == ("timed_out", None)
+    assert bench.table.active == 0
+    bench.handle.before_exec = None
+    assert (await bench.sh("echo fine")).stdout.head == b"fine\n"
+
+
 async def test_closed_before_it_had_started(bench: Bench) -> None:
     gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     bench.handle.before_exec = lambda: gate
