@@ -99,12 +99,6 @@ class TimerFired(msgspec.Struct, frozen=True):
     at: float
 
 
-class Touched(msgspec.Struct, frozen=True):
-    """A short use, over already."""
-
-    at: float
-
-
 class UseStarted(msgspec.Struct, frozen=True):
     """A command started, or somebody began to talk to the sandbox."""
 
@@ -126,18 +120,7 @@ class Adopted(msgspec.Struct, frozen=True):
 
 
 Event: TypeAlias = (
-    Created
-    | CreateFailed
-    | Died
-    | KillRequested
-    | Destroyed
-    | DestroyFailed
-    | TimerFired
-    | Touched
-    | UseStarted
-    | UseEnded
-    | Restarted
-    | Adopted
+    Created | CreateFailed | Died | KillRequested | Destroyed | DestroyFailed | TimerFired | UseStarted | UseEnded | Restarted | Adopted
 )
 
 # --- instructions: what to do ------------------------------------------------------------------------------------------
@@ -193,7 +176,7 @@ def requested(at: float, *, ttl_s: float | None, ttl_idle_s: float | None) -> St
 def handle(state: State, event: Event) -> Step:
     """What the event makes of the state, and what is to be done. An event that comes too late changes nothing."""
     match event:
-        case UseStarted() | UseEnded() | Touched():
+        case UseStarted() | UseEnded():
             return _use(state, event)
         case TimerFired(at):
             return _timer(replace(state, timer_at=None), at)
@@ -220,15 +203,11 @@ def handle(state: State, event: Event) -> Step:
     return state, []
 
 
-def _use(state: State, event: UseStarted | UseEnded | Touched) -> Step:
+def _use(state: State, event: UseStarted | UseEnded) -> Step:
     if state.phase != "running":
         return state, []
     # A wall clock that was set back must not bring the deadline nearer.
     used_at = max(state.used_at, event.at)
-    if isinstance(event, Touched):
-        if state.ttl_idle_s is None:
-            return state, []
-        return replace(state, used_at=used_at), [SaveSoon()]
     busy = max(0, state.busy + (1 if isinstance(event, UseStarted) else -1))
     state = replace(state, used_at=used_at, busy=busy)
     if state.ttl_idle_s is None:

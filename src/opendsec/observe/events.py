@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where events go: numbered, kept in memory and in a store, and handed to whoever follows them.
+"""Where events go: numbered, given to a store, and handed to whoever follows them.
 
 An emitter never waits. What is emitted lies in a pending list until `flush` gives it to the store; a follower that reads too slowly
 loses events, never memory of ours, and is told how many.
@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from opendsec.api.sandboxes import Event
 
-RING = 8192
 PENDING = 2048
 SEQUENCE_GAP = 2 * PENDING  # more than can be lost between two flushes, so that no number is given twice after a crash
 
@@ -35,7 +34,6 @@ class EventSink:
     ) -> None:
         self._clock, self._store, self._schedule = clock, store, schedule
         self._seq = last_seq + SEQUENCE_GAP if last_seq else 0
-        self._ring: deque[Event] = deque(maxlen=RING)
         self._pending: list[Event] = []
         self._subscriptions: set[Subscription] = set()
         self.store_failures = 0
@@ -49,7 +47,6 @@ class EventSink:
         """Something happened."""
         self._seq += 1
         event = Event(seq=self._seq, at=self._clock(), kind=kind, sandbox_id=sandbox_id, data=data)
-        self._ring.append(event)
         self._pending.append(event)
         for subscription in self._subscriptions:
             subscription.offer(event)
@@ -59,7 +56,7 @@ class EventSink:
             self.flush()
 
     def flush(self) -> None:
-        """Give what waits to the store. If it refuses, events stay in memory only, and `store_failures` counts them."""
+        """Give what waits to the store. What it refuses is seen by those who follow alone, and `store_failures` counts it."""
         pending, self._pending = self._pending, []
         if not pending:
             return
@@ -67,10 +64,6 @@ class EventSink:
             self._store(pending)
         except Exception:  # an edge that cannot write its history must go on serving; its callers hear of it by other writes
             self.store_failures += len(pending)
-
-    def recent(self, *, after: int = 0, sandbox_id: str | None = None) -> Iterator[Event]:
-        """What the ring still holds."""
-        return (event for event in list(self._ring) if event.seq > after and sandbox_id in (None, event.sandbox_id))
 
     def subscribe(self, *, sandbox_id: str | None = None, capacity: int = 4096) -> Subscription:
         """Follow what is emitted from now on; to be closed (it is a context manager)."""

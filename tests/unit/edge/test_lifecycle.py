@@ -99,7 +99,8 @@ def test_idle_ttl_does_not_run_while_in_use() -> None:
 
 def test_a_use_moves_the_deadline_but_not_the_timer() -> None:
     state = running(ttl_idle_s=10)
-    state, instructions = handle(state, lc.Touched(T0 + 6))
+    state, _ = handle(state, lc.UseStarted(T0 + 6))
+    state, instructions = handle(state, lc.UseEnded(T0 + 6))
     assert instructions == [lc.SaveSoon()]
     assert (state.timer_at, state.deadline()) == (T0 + 10, T0 + 16)
     state, instructions = handle(state, lc.TimerFired(T0 + 10))
@@ -107,7 +108,8 @@ def test_a_use_moves_the_deadline_but_not_the_timer() -> None:
 
 
 def test_a_clock_set_back_does_not_shorten_anything() -> None:
-    state, _ = handle(running(ttl_idle_s=10), lc.Touched(T0 - 500))
+    state, _ = handle(running(ttl_idle_s=10), lc.UseStarted(T0 - 500))
+    state, _ = handle(state, lc.UseEnded(T0 - 500))
     assert state.deadline() == T0 + 10
     state, instructions = handle(state, lc.TimerFired(T0 - 400))
     assert (state.phase, instructions) == ("running", [lc.SetTimer(T0 + 10)])
@@ -259,7 +261,8 @@ class Model:
             case "kill":
                 self.feed(lc.KillRequested(self.now))
             case "touch":
-                self.feed(lc.Touched(self.now))
+                self.feed(lc.UseStarted(self.now))
+                self.feed(lc.UseEnded(self.now))
             case "use":
                 self.feed(lc.UseStarted(self.now))
             case "unuse":

@@ -173,7 +173,8 @@ async def test_a_death_is_a_loss_and_frees_everything(world: World, node: Node) 
     await node.boxes[info.id].wait_ended()
     assert node.boxes[info.id].info().state == "lost"
     assert not world.machine.sandboxes and node.promised.sandboxes == 0
-    assert [event.kind for event in node.events.recent(sandbox_id=info.id)] == ["sandbox.created", "sandbox.lost"]
+    node.flush()
+    assert [event.kind for event in node.journal.events(sandbox_id=info.id)] == ["sandbox.created", "sandbox.lost"]
 
 
 async def test_deadlines_end_sandboxes(world: World, node: Node) -> None:
