@@ -110,7 +110,8 @@ class FakeProcess:
         code = await child.wait()
         for fd in list(self._readers):
             self._read(fd)  # what is in the pipe; a child that still holds it is not waited for
-            self._stop_reading(fd)
+            if fd in self._readers:
+                self._stop_reading(fd)
         self.close_stdin()
         if self._cause is not None:
             self._finish(self._cause, signal=-code if code < 0 else None)
