@@ -21,6 +21,7 @@ import msgspec
 from opendsec.api import wire
 from opendsec.api.errors import InvalidRequest, NotFound
 from opendsec.api.routes import ROUTES, Route
+from opendsec.api.spec import check_path
 
 Message: TypeAlias = MutableMapping[str, object]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
@@ -220,14 +221,7 @@ class Request:
         value = self.query.get(name)
         if value is None:
             raise InvalidRequest("is required", field=name)
-        if not value.startswith(b"/"):
-            raise InvalidRequest("must be an absolute path", field=name)
-        if b"\0" in value:
-            raise InvalidRequest("must not contain a NUL byte", field=name)
-        if len(value) > 4095:
-            raise InvalidRequest("must be at most 4095 bytes", field=name)
-        if any(len(part) > 255 for part in value.split(b"/")):
-            raise InvalidRequest("no part of a path may be longer than 255 bytes", field=name)
+        check_path(value.decode("utf-8", "surrogateescape"), name)
         return value
 
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from opendsec.api import spec
 from opendsec.api.errors import Conflict, Denied, Internal, InvalidRequest, NotFound, OpenDSecError, QuotaExceeded, SandboxLost, Unavailable
 from opendsec.api.files import FileInfo, FileKind
 from opendsec.kernel import abi, fds, fsuser, syscalls
 
-MAX_PATH_BYTES = 4095  # PATH_MAX with its NUL
 MAX_NAME_BYTES = 255
 MAX_LINKS = 40  # as the kernel
 NOBODY = 65_534  # what an id shows as that has no meaning inside
@@ -51,14 +51,7 @@ def kind_of(mode: int) -> FileKind:
 
 def check_path(path: bytes, field: str = "path") -> bytes:
     """`path` if it is absolute and can be a path at all. Raises InvalidRequest."""
-    if not path.startswith(b"/"):
-        raise InvalidRequest("must be an absolute path", field=field)
-    if b"\0" in path:
-        raise InvalidRequest("must not contain a NUL byte", field=field)
-    if len(path) > MAX_PATH_BYTES:
-        raise InvalidRequest(f"must be at most {MAX_PATH_BYTES} bytes", field=field)
-    if any(len(part) > MAX_NAME_BYTES for part in path.split(b"/")):
-        raise InvalidRequest(f"a name must be at most {MAX_NAME_BYTES} bytes", field=field)
+    spec.check_path(path.decode("utf-8", "surrogateescape"), field)
     return path
 
 
