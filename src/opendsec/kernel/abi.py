@@ -252,10 +252,3 @@ FAN_DENY = 0x2
 
 CLOSE_RANGE_UNSHARE = 2
 CLOSE_RANGE_CLOEXEC = 4
-O_PATH = os.O_PATH
-O_TMPFILE = os.O_TMPFILE
-
-# --- BPF (the probe alone, for now) --------------------------------------------------------------------------------
-
-BPF_PROG_LOAD = 5
-BPF_PROG_TYPE_LSM = 29
