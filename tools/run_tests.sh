@@ -12,7 +12,7 @@ if [ -f src/opendsec/client/cli/main.py ]; then
 fi
 
 suites=()
-for suite in style unit contract fuzz integration security perf; do
+for suite in style unit contract fuzz integration security; do
     if compgen -G "tests/$suite/test_*.py" >/dev/null || compgen -G "tests/$suite/*/test_*.py" >/dev/null; then
         suites+=("tests/$suite")
     fi
