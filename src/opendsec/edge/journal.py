@@ -244,6 +244,10 @@ class Journal:
         rows = self._db.execute("SELECT * FROM commands WHERE sandbox_id = ? ORDER BY id", (sandbox_id,))
         return [msgspec.convert(row, CommandRow, strict=False) for row in rows]
 
+    def commands_under_way(self) -> frozenset[str]:
+        """Process ids of commands that were begun and whose end is not known."""
+        return frozenset(process_id for (process_id,) in self._db.execute("SELECT process_id FROM commands WHERE ended_at IS NULL"))
+
     def end_all_commands(self, at: float) -> int:
         """At start: what an earlier edge ran has ended unknown. How many there were."""
         return self._write("UPDATE commands SET ended_at = ? WHERE ended_at IS NULL", (at,))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """At start: what the journal says, what the machine still has, and how the two become one again.
 
-running in the journal, alive          adopted; its timers are set anew, an elapsed one ends it at once
+running in the journal, alive          adopted; its timers are set anew, an elapsed one ends it at once; commands that were under way
+                                       are ended, what ended ones left running lives on
 running in the journal, gone           lost (all of them after a reboot); remains cleared
 half made, half destroyed              cleared
 on the machine, not in the journal     cleared
@@ -35,7 +36,8 @@ async def reconcile(node: Node, boot_id: str) -> None:
     node.journal.set_meta("boot_id", boot_id)
     slots = asyncio.Semaphore(AT_ONCE)
     held = [box for box in node.boxes.values() if box.state.held]
-    await asyncio.gather(*(_resume(node, box, slots, rebooted) for box in held))
+    cut = node.journal.commands_under_way()
+    await asyncio.gather(*(_resume(node, box, slots, rebooted, cut) for box in held))
     for name, backend in node.backends.items():
         for sandbox_id in backend.leftovers():
             if sandbox_id not in node.boxes or not node.boxes[sandbox_id].state.held:
@@ -58,25 +60,25 @@ def _load(node: Node) -> None:
             node.promised = node.promised.plus(box.promise)
 
 
-async def _resume(node: Node, box: Box, slots: asyncio.Semaphore, rebooted: bool) -> None:
+async def _resume(node: Node, box: Box, slots: asyncio.Semaphore, rebooted: bool, cut: frozenset[str]) -> None:
     async with slots:
         box.state, instructions = lifecycle.handle(box.state, lifecycle.Restarted(node.clock.time()))
         if instructions == [lifecycle.Adopt()]:
-            await _adopt(node, box, rebooted)
+            await _adopt(node, box, rebooted, cut)
         else:
             node.execute(box, instructions)
         if box.state.phase != "running":
             await box.wait_ended()
 
 
-async def _adopt(node: Node, box: Box, rebooted: bool) -> None:
+async def _adopt(node: Node, box: Box, rebooted: bool, cut: frozenset[str]) -> None:
     backend = node.backends.get(box.backend)
     try:
         if rebooted:
             raise Unavailable("the machine was restarted")
         if backend is None or box.record is None:
             raise Unavailable("the edge no longer has what is needed to find it")
-        handle = await backend.adopt(box.record)
+        handle = await backend.adopt(box.record, cut=cut)
     except Exception as error:
         node.log.warning("reconcile.lost", sandbox_id=box.id, reason=f"{type(error).__name__}: {error}")
         node.apply(box, lifecycle.Died(node.clock.time(), str(error)))

@@ -15,7 +15,7 @@ has released what it had acquired; every `destroy` may be repeated and releases 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -215,8 +215,12 @@ class Backend(Protocol):
     async def create_many(self, placements: Sequence[Placement]) -> Sequence[Handle | BaseException]:
         """Like `create` for each, in order, overlapped."""
 
-    async def adopt(self, record: Record) -> Handle:
-        """A handle on a sandbox that an earlier edge process made. Raises SandboxLost if it is gone."""
+    async def adopt(self, record: Record, *, cut: Collection[str] = ()) -> Handle:
+        """A handle on a sandbox that an earlier edge process made. Raises SandboxLost if it is gone.
+
+        The commands in `cut` were under way when that edge died: nobody can hear them any more, so they are ended, whole trees, and so
+        are the shells of sessions. What commands that had ended left running lives on.
+        """
 
     async def clear(self, sandbox_id: str, record: Record | None) -> None:
         """Remove whatever a half-made or dead sandbox left behind; may be repeated."""

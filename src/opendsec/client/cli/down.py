@@ -16,7 +16,8 @@ def down(
 ) -> None:
     """Stop the edge, and wait until it has stopped.
 
-    Sandboxes live on with their files, and `dsec up` finds them again; it then ends what still runs in them, since nobody has its output.
+    Sandboxes live on with their files and with what ended commands left running, and `dsec up` finds them again; it then ends the commands
+    and sessions that were under way, since nobody has their output.
     """
     import asyncio
     import os

@@ -13,7 +13,7 @@ import os
 import signal
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from opendsec.api.errors import Internal, OpenDSecError, SandboxLost, Unavailable, Unsupported
@@ -217,7 +217,7 @@ class ContainerBackend:
 
     # --- after a restart -------------------------------------------------------------------------------------------
 
-    async def adopt(self, record: Record) -> Handle:
+    async def adopt(self, record: Record, *, cut: Collection[str] = ()) -> Handle:
         if record.boot_id != self._boot_id:
             raise SandboxLost("the machine was restarted")
         try:
@@ -236,7 +236,7 @@ class ContainerBackend:
             raise SandboxLost("its first process is gone") from error
         self._users.update(record.layers)
         handle = ContainerHandle(self, record, pidfd)
-        await handle.kill_commands()
+        await handle.end_commands(cut)
         return handle
 
     async def clear(self, sandbox_id: str, record: Record | None) -> None:

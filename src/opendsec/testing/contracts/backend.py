@@ -215,21 +215,27 @@ async def a_sandbox_outlives_the_backend(setup: Setup) -> None:
 
 
 @check
-async def commands_do_not_outlive_the_backend(setup: Setup) -> None:
-    """Nobody could hear of their end any more."""
+async def commands_under_way_do_not_outlive_the_backend(setup: Setup) -> None:
+    """Nobody could hear of their end any more. What a command left running that had ended is the sandbox's own, and stays."""
     handle = await setup.backend.create(setup.placement())
-    null = os.open(os.devnull, os.O_RDWR)
+    null, cut = os.open(os.devnull, os.O_RDWR), []
     try:
+        ended = await handle.exec(plan("sh", "-c", "setsid sleep 1000 &"), stdin=null, stdout=null, stderr=null)
+        await ended.exited
+        await ended.release()
         for text in ("sleep 1000", "setsid sleep 1000 & sleep 1000"):
-            await handle.exec(plan("sh", "-c", text), stdin=null, stdout=null, stderr=null)
+            command = plan("sh", "-c", text)
+            await handle.exec(command, stdin=null, stdout=null, stderr=null)
+            cut.append(command.process_id)
     finally:
         os.close(null)
-    while handle.processes() < 3:
+    while handle.processes() < 4:
         await asyncio.sleep(0)
     backend = await setup.restart()
-    again = await backend.adopt(handle.record)
-    while again.processes():
+    again = await backend.adopt(handle.record, cut=cut)
+    while again.processes() > 1:
         await asyncio.sleep(0)
+    assert again.processes() == 1
     await again.destroy()
 
 

@@ -16,10 +16,11 @@ import signal as signals
 import subprocess
 import tempfile
 import termios
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from opendsec.api.errors import Internal, OpenDSecError, SandboxLost
+from opendsec.api.ids import SESSION
 from opendsec.api.sandboxes import Capability, Usage
 from opendsec.kernel import procfs
 from opendsec.runtime.backend import Counters, ExecPlan, Exit, FileAccess, Handle, Placement, Record, Running
@@ -342,11 +343,13 @@ class FakeBackend:
     async def create_many(self, placements: Sequence[Placement]) -> Sequence[Handle | BaseException]:
         return await asyncio.gather(*(self.create(placement) for placement in placements), return_exceptions=True)
 
-    async def adopt(self, record: Record) -> Handle:
+    async def adopt(self, record: Record, *, cut: Collection[str] = ()) -> Handle:
         sandbox = self.machine.sandboxes.get(record.sandbox_id)
         if sandbox is None or not sandbox.alive or record.boot_id != self.machine.boot_id:
             raise SandboxLost("the sandbox has ended")
-        sandbox.kill_all()  # commands of the edge before: nobody can hear of their end any more
+        for process_id in cut:  # commands of the edge before: nobody can hear of their end any more
+            sandbox.kill_all(process_id)
+        sandbox.kill_all(f"{SESSION}_")
         await sandbox.reaped()
         handle = self.handles[record.sandbox_id] = FakeHandle(sandbox)
         return handle
