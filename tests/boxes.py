@@ -19,6 +19,7 @@ import json
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -291,6 +292,7 @@ class Node:
 
     def __init__(self, folder: Path, layers: Sequence[LayerRef], scratch: ScratchDriver | None = None) -> None:
         self.loop = asyncio.new_event_loop()
+        self.loop.set_default_executor(ThreadPoolExecutor(1))  # a thread that comes later would look like a leak of some test
         self.layers = tuple(layers)
         self.edge_id = f"edge_test{os.getpid()}n{next(_numbers)}"
         self.backend = ContainerBackend(
