@@ -163,9 +163,8 @@ def test_destroying_a_frozen_sandbox(node: Node) -> None:
     node.wait(asyncio.sleep(0))
     box.destroy()
     assert running.wait().exit.signal == signal.SIGKILL
-    with pytest.raises((SandboxLost, AssertionError)):
-        result = node.wait(finish(pending))
-        assert not result.exit.not_started, "killed before it could start"
+    with pytest.raises(SandboxLost):  # not a command that could not start
+        node.wait(finish(pending))
 
 
 def test_a_start_that_is_given_up_is_ended(node: Node, box: Box) -> None:

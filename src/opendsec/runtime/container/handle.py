@@ -104,10 +104,10 @@ class ContainerHandle:
             answer = await spawner.call("exec", wire, [self._pidfd, *given])
         except SpawnError as error:
             self.forget_group(group)  # the spawner made it perhaps, and the child that failed may not have left it yet
+            if self.died.done() or self._destroying is not None or not self._lives():
+                raise SandboxLost("the sandbox has ended") from error  # first: "killed before it could start" is then no fault of the command
             if error.step in CALLERS_STEPS:
                 return NotStarted(error.text)
-            if self.died.done() or self._destroying is not None or not self._lives():
-                raise SandboxLost("the sandbox has ended") from error
             if error.step == "plan" and error.errno:
                 return NotStarted(f"the kernel refused a new process: {error.text}")
             raise Unavailable(f"cannot start the command: {error}") from error
