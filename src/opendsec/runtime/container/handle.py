@@ -105,7 +105,8 @@ class ContainerHandle:
         except SpawnError as error:
             self.forget_group(group)  # the spawner made it perhaps, and the child that failed may not have left it yet
             if self.died.done() or self._destroying is not None or not self._lives():
-                raise SandboxLost("the sandbox has ended") from error  # first: "killed before it could start" is then no fault of the command
+                # Asked first: "killed before it could start" is then no fault of the command.
+                raise SandboxLost("the sandbox has ended") from error
             if error.step in CALLERS_STEPS:
                 return NotStarted(error.text)
             if error.step == "plan" and error.errno:
