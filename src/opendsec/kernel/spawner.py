@@ -159,6 +159,7 @@ class Spawner:
         self.send({"id": request, "ok": True})
 
     def do_create(self, request: int, plan: Message, fds: list[int]) -> None:
+        """`fds`: perhaps a pipe on which "1" comes when the scratch is there; its end without a word means that there will be none."""
         layers = [self.layers[digest] for digest in plan["layers"]]
         profile = self.profiles[plan["profile"]]
         group = self.hierarchies.group(plan["group"])
@@ -188,6 +189,8 @@ class Spawner:
             try:
                 dev = mounts.clone(self.dev)
                 socket.send_fds(ours, [b"mapped"], [dev])
+                if fds and os.read(fds[0], 1) != b"1":
+                    raise OSError(errno.ECANCELED, "there is no scratch")
                 root = make_root(child, layers, plan)
                 socket.send_fds(ours, [b"root"], [root])
             finally:

@@ -24,7 +24,7 @@ from opendsec.runtime.container import profile
 from opendsec.runtime.container.handle import ContainerHandle
 from opendsec.runtime.container.plan import PROFILE_NAME, create_plan, edge_group, group_name
 from opendsec.runtime.scratch import ScratchDriver
-from opendsec.runtime.spawn import Message, Spawner, SpawnError, close_all
+from opendsec.runtime.spawn import Answer, Message, Spawner, SpawnError, close_all
 
 INIT = Path(__file__).resolve().parents[2] / "_native" / "dsec-init"
 NAME = "container"
@@ -177,9 +177,7 @@ class ContainerBackend:
         try:
             spawner = await self.spawner()
             await self._use_layers(spawner, placement.layers)
-            scratch = await self.scratch.take(placement.sandbox_id, placement.uid_base, placement.limits)
-            plan = create_plan(placement, edge_id=self.edge_id, scratch=scratch, staging=str(self._staging))
-            answer = await spawner.call("create", plan)
+            answer = await self._spawn(spawner, placement)
             pidfd = answer.fds[0]
             try:
                 record = Record(
@@ -189,7 +187,7 @@ class ContainerBackend:
                     start_time=procfs.pid_start_time(answer.pid),
                     boot_id=self._boot_id,
                     uid_base=placement.uid_base,
-                    scratch=scratch.ref,
+                    scratch=placement.sandbox_id,
                     limits=placement.limits,
                     layers=digests,
                 )
@@ -206,6 +204,30 @@ class ContainerBackend:
             if isinstance(error, ProcessLookupError | FileNotFoundError):
                 raise SandboxLost("the sandbox died while it was made") from error
             raise
+
+    async def _spawn(self, spawner: Spawner, placement: Placement) -> Answer:
+        """Have the sandbox made while its scratch is: the spawner needs that only late, and waits there for a word on a pipe."""
+        waiting, telling = os.pipe2(os.O_CLOEXEC)
+        taking = asyncio.ensure_future(self._take(placement, telling))
+        try:
+            scratch = self.scratch.plan(placement.sandbox_id, placement.limits)
+            plan = create_plan(placement, edge_id=self.edge_id, scratch=scratch, staging=str(self._staging))
+            return await spawner.call("create", plan, [waiting])
+        except SpawnError:
+            await taking  # if there is no scratch, that is the reason to give
+            raise
+        finally:
+            os.close(waiting)
+            await asyncio.gather(taking, return_exceptions=True)  # what is half there cannot be cleared away
+
+    async def _take(self, placement: Placement, telling: int) -> None:
+        try:
+            await self.scratch.take(placement.sandbox_id, placement.uid_base, placement.limits)
+            os.write(telling, b"1")
+        except BrokenPipeError:
+            pass  # the spawner has given up before, and says why
+        finally:
+            os.close(telling)
 
     async def _undo(self, sandbox_id: str, *, cancelled: bool) -> None:
         if cancelled and self._spawner is not None:

@@ -104,10 +104,13 @@ class BtrfsScratch:
 
     # --- taking and removing ---------------------------------------------------------------------------------------
 
-    async def take(self, sandbox_id: str, uid_base: int, limits: Limits) -> ScratchPlan:
-        await self._in(self._taking, lambda: self._take(sandbox_id, uid_base, limits))
+    def plan(self, sandbox_id: str, limits: Limits) -> ScratchPlan:
         place = self._pool.place / BOXES / sandbox_id
         return ScratchPlan(kind="dir", ref=sandbox_id, upper=place / "upper", work=place / "work")
+
+    async def take(self, sandbox_id: str, uid_base: int, limits: Limits) -> ScratchPlan:
+        await self._in(self._taking, lambda: self._take(sandbox_id, uid_base, limits))
+        return self.plan(sandbox_id, limits)
 
     def _take(self, sandbox_id: str, uid_base: int, limits: Limits) -> None:
         try:

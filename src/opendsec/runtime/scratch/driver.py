@@ -57,6 +57,9 @@ class ScratchDriver(Protocol):
     async def start(self) -> None:
         """Acquire what all sandboxes share, or take over what an earlier edge process left. Raises Unsupported, Unavailable."""
 
+    def plan(self, sandbox_id: str, limits: Limits) -> ScratchPlan:
+        """What `take` with the same arguments will have made."""
+
     async def take(self, sandbox_id: str, uid_base: int, limits: Limits) -> ScratchPlan:
         """An empty scratch with these limits from the start. Raises Unavailable (no space), Conflict (it has one)."""
 

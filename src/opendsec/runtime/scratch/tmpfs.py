@@ -30,6 +30,9 @@ class TmpfsScratch:
         pass
 
     async def take(self, sandbox_id: str, uid_base: int, limits: Limits) -> ScratchPlan:
+        return self.plan(sandbox_id, limits)
+
+    def plan(self, sandbox_id: str, limits: Limits) -> ScratchPlan:
         return ScratchPlan(kind="tmpfs", ref=sandbox_id, size_bytes=limits.disk_bytes, inodes=limits.inodes + _BASE_INODES)
 
     def follow(self, sandbox_id: str, limits: Limits, open_root: OpenRoot) -> None:
