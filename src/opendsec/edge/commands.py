@@ -53,7 +53,7 @@ class Commands:
         self._outcomes: list[tuple[str, float, ExecResult]] = []  # of commands that ended since the last flush
 
     async def close(self) -> None:
-        """After the last request. Commands of living sandboxes are let go, and end unknown."""
+        """After the last request. Commands under way are killed, and end unknown; sandboxes live on."""
         for box in self._node.boxes.values():
             if box.sessions is not None:
                 box.sessions.close()

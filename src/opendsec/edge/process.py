@@ -263,8 +263,10 @@ class Process:
         self.table.settled(self, after)
 
     def abandon(self, exit: Exit, *, lost: str = "") -> None:
-        """Nothing more will be heard of it."""
+        """Nothing more will be heard of it. If it still runs, its tree is killed: what goes on unheard would be nobody's."""
         if not self.ended:
+            if self.control is not None:
+                self.control.kill_tree()
             self.settle(exit, lost=lost)
         for reader in self._readers:
             reader.drain()

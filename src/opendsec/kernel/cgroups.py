@@ -203,11 +203,14 @@ class Group:
 
     # --- life
 
-    def create(self, limits: Mapping[str, Limit] | None = None) -> None:
-        """Make the directories, parents included, and set limits. All or nothing; FileExistsError if it is there."""
+    def create(self, limits: Mapping[str, Limit] | None = None, *, has_tree: bool = False) -> None:
+        """Make the directories, parents included, and set limits. All or nothing; FileExistsError if it is there.
+
+        `has_tree`: the directory in the tree was made before, by `create_tree`, and stays whatever happens.
+        """
         made: list[str] = []
         try:
-            for path in (self.tree_path, *self._v1_paths()):
+            for path in self._v1_paths() if has_tree else (self.tree_path, *self._v1_paths()):
                 self._mkdir(path)
                 made.append(path)
             if limits:
@@ -216,6 +219,10 @@ class Group:
             for path in reversed(made):
                 os.rmdir(path)
             raise
+
+    def create_tree(self) -> None:
+        """Make the directory in the tree alone: enough to clone a process into, while `create` makes the rest."""
+        self._mkdir(self.tree_path)
 
     def _mkdir(self, path: str) -> None:
         try:

@@ -127,18 +127,17 @@ def restrict(plan: Plan, profile: bytes) -> None:
 # --- a new sandbox -------------------------------------------------------------------------------------------------
 
 
-def enter_sandbox(plan: Plan, profile: bytes, sync: int, init: int, joins: list[int]) -> None:
+def enter_sandbox(plan: Plan, profile: bytes, sync: int, init: int) -> None:
     """Become PID 1 of a new sandbox. Born in all its namespaces but the cgroup one.
 
-    The parent sends /dev over `sync` when the ids are mapped, and then the root; what needs neither is done while it works.
+    The parent sends /dev and the way into the cgroups over `sync` when the ids are mapped, and then the root; what needs none of it is
+    done while it works.
     """
     global step
-    sync, init, *joins = keep(sync, init, *joins)
+    sync, init = keep(sync, init)
     step = "find the staging directory"
     # In this mount namespace, and while still the host's root: the sandbox's may not search the directories above.
     staging = os.open(plan["staging"], os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    step = "join the cgroups"
-    cgroups.join_fds(joins)  # the parent could do it for us, but moving another process waits for an RCU grace period: 6 to 14 ms
     step = "network"
     netlink.loopback_up()
     syscalls.sethostname(plan["hostname"])
@@ -147,7 +146,11 @@ def enter_sandbox(plan: Plan, profile: bytes, sync: int, init: int, joins: list[
     capabilities.drop_bounding(plan["capabilities"])
     step = "wait for the id maps"
     with socket.socket(fileno=sync) as parent:
-        (dev,) = hear(parent, b"mapped")
+        dev, *joins = hear(parent, b"mapped")
+        step = "join the cgroups"
+        cgroups.join_fds(joins)  # the parent could do it for us, but moving another process waits for an RCU grace period: 6 to 14 ms
+        for fd in joins:
+            os.close(fd)
         step = "become root inside"
         os.setgroups([])
         os.setresgid(0, 0, 0)
@@ -186,7 +189,7 @@ def enter_sandbox(plan: Plan, profile: bytes, sync: int, init: int, joins: list[
 
 def hear(parent: socket.socket, word: bytes) -> list[int]:
     """Wait for the parent's word and the descriptors that come with it. End here if it gave up or died instead."""
-    data, received, _, _ = socket.recv_fds(parent, 16, 2)
+    data, received, _, _ = socket.recv_fds(parent, 16, 8)
     if data != word:
         os._exit(126)
     return received

@@ -163,12 +163,12 @@ class Spawner:
         layers = [self.layers[digest] for digest in plan["layers"]]
         profile = self.profiles[plan["profile"]]
         group = self.hierarchies.group(plan["group"])
-        group.create(plan["limits"])
+        group.create_tree()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         cgroup, joins, child = None, [], -1
         try:
-            cgroup, joins = group.open_v2_dir(), group.open_join()
-            given = (plan, profile, theirs.fileno(), self.init, joins)
+            cgroup = group.open_v2_dir()
+            given = (plan, profile, theirs.fileno(), self.init)
             # The kernel counts some things (inotify instances, message queues, queued signals) against the owner of the user namespace as
             # well. If that were root, one sandbox could use up what there is for root on this machine. So each is owned by its own root.
             be_owner(plan["uid_base"])
@@ -177,6 +177,8 @@ class Spawner:
             finally:
                 be_owner(0)
             theirs.close()
+            group.create(plan["limits"], has_tree=True)
+            joins = group.open_join()
             base = b"0 %d 65536" % plan["uid_base"]
             for name in ("uid_map", "gid_map"):
                 procfs.write(procfs.path_of(child, name), base)
@@ -188,7 +190,7 @@ class Spawner:
             root = dev = -1
             try:
                 dev = mounts.clone(self.dev)
-                socket.send_fds(ours, [b"mapped"], [dev])
+                socket.send_fds(ours, [b"mapped"], [dev, *joins])
                 if fds and os.read(fds[0], 1) != b"1":
                     raise OSError(errno.ECANCELED, "there is no scratch")
                 root = make_root(child, layers, plan)
