@@ -7,7 +7,8 @@
     4. HumanEval: 164 canonical solutions that must pass, 164 mutated ones that must fail, a container each
     5. repository tasks: an idle agent must fail, a recorded one must pass, judged by upstream tests in a second container
 
-It ends with exit code 0 only if not one of them was judged otherwise. Images and downloads are kept for the next run.
+It ends with exit code 0 only if not one of them was judged otherwise (humaneval.mistaken, repository.tasks and repository.mistaken of
+SPECIFICATION.md). Images and downloads are kept for the next run.
 """
 
 from __future__ import annotations
