@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Generator
 
@@ -30,6 +31,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # tmp_path stays where it is
     folder = tempfile.mkdtemp(prefix="dsec-test-")
     os.environ["TMPDIR"] = tempfile.tempdir = folder
+    # Tests send these to programs, which inherit what this process was started with (nohup, a background job).
+    for number in (signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     config.stash[_detector] = leaks.LeakDetector(leaks.Machine())
 

@@ -12,8 +12,11 @@ import fcntl
 import os
 import resource
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +26,7 @@ from opendsec.runtime.backend import ExecPlan
 from opendsec.runtime.container import profile
 from opendsec.testing.posture import Posture, collect, differences
 from tests.boxes import Box, Command, Node
+from tests.support import ROOT
 
 CAPABILITIES = (
     "CAP_CHOWN",
@@ -331,3 +335,26 @@ def test_t10_process_1_belongs_to_the_host(box: Box) -> None:
     command = sleeper(box)
     assert os.stat(procfs.path_of(box.pid, "environ")).st_uid == 0
     assert os.stat(procfs.path_of(command.running.pid, "environ")).st_uid == box.uid_base
+
+
+def test_what_the_edge_ignores_or_blocks_is_not_handed_on(test_images: Path) -> None:
+    """An edge that was started by nohup or as a background job ignores signals, and exec keeps that."""
+    program = (
+        "import os, signal, sys\n"
+        "for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGRTMIN + 3):\n"
+        "    signal.signal(number, signal.SIG_IGN)\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])\n"
+        "from tests.edges import EdgeProcess\n"
+        "from pathlib import Path\n"
+        "import opendsec as od\n"
+        "edge = EdgeProcess(Path(sys.argv[1]))\n"
+        "try:\n"
+        "    edge.start()\n"
+        "    with od.sync.Client(run_dir=edge.run_dir, start_edge=False) as client:\n"
+        "        box = client.create(od.Container(image='debian-python', memory='64MiB', disk='16MiB'))\n"
+        "        print(box.run(['grep', '-E', 'Sig(Ign|Blk)', '/proc/self/status']).stdout)\n"
+        "finally:\n"
+        "    edge.remove()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(test_images)], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.split() == ["SigBlk:", "0000000000000000", "SigIgn:", "0000000000000000"]

@@ -454,6 +454,15 @@ def close_all(*fds: int) -> None:
             os.close(fd)
 
 
+def default_signals() -> None:
+    """Undo what the edge was started with (nohup, a shell's background job): exec hands ignored and blocked signals on, into sandboxes."""
+    kept = (signal.SIGKILL, signal.SIGSTOP, signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ)  # a command undoes the last three itself
+    for number in range(1, 65):
+        if number not in kept:
+            syscalls.rt_sigaction_default(number)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
 def main(control_fd: int) -> None:
     import gc
 
@@ -470,6 +479,7 @@ def main(control_fd: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # two descriptors a child under way; what it executes gets limits of its own
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the edge's to handle
+    default_signals()
     gc.disable()
     gc.freeze()  # a collection in a child would touch, and so copy, every page
     control = socket.socket(fileno=control_fd)

@@ -173,6 +173,11 @@ def getfsids() -> tuple[int, int]:
     return _setfsuid(nobody) & 0xFFFF_FFFF, _setfsgid(nobody) & 0xFFFF_FFFF
 
 
+def rt_sigaction_default(number: int) -> None:
+    """Set a signal to its default, by the bare call: the C library keeps the first real-time signals to itself."""
+    syscall("rt_sigaction", number, bytes(32), None, 8)
+
+
 _sethostname = _libc_function("sethostname", ctypes.c_char_p, ctypes.c_size_t)
 
 
