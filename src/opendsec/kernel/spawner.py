@@ -30,7 +30,7 @@ import select
 import signal
 import socket
 
-from opendsec.kernel import abi, cgroups, enter, mounts, procfs, syscalls
+from opendsec.kernel import abi, cgroups, enter, mounts, namespaces, procfs, syscalls
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -179,9 +179,7 @@ class Spawner:
             theirs.close()
             group.create(plan["limits"], has_tree=True)
             joins = group.open_join()
-            base = b"0 %d 65536" % plan["uid_base"]
-            for name in ("uid_map", "gid_map"):
-                procfs.write(procfs.path_of(child, name), base)
+            namespaces.write_id_maps(child, [(0, plan["uid_base"], 65_536)])
             try:
                 # Of all in the sandbox PID 1 must never be the one that is killed for want of memory, or it could bring that about.
                 procfs.write(procfs.path_of(child, "oom_score_adj"), b"-1000")
@@ -356,7 +354,7 @@ def make_root(child: int, layers: list[int], plan: Message) -> int:
     """The root file system, detached: id-mapped clones of the layers below, the scratch on top."""
     held: list[int] = []
     try:
-        namespace = os.open(procfs.path_of(child, "ns", "user"), os.O_RDONLY | os.O_CLOEXEC)
+        namespace = namespaces.open_namespace(child, "user")
         held.append(namespace)
         for mount in layers:
             held.append(mounts.idmapped_clone(mount, namespace))

@@ -15,9 +15,12 @@ from pathlib import Path
 import pytest
 
 from opendsec.api.errors import Internal, SandboxLost, Unavailable
+from opendsec.api.spec import Limits
 from opendsec.images.layers import LayerRef
 from opendsec.kernel import procfs, syscalls
 from opendsec.runtime.backend import Handle
+from opendsec.runtime.container.plan import group_name
+from opendsec.runtime.scratch import ScratchPlan
 from tests.boxes import Box, Command, Node, Result, until
 
 
@@ -291,3 +294,22 @@ def test_want_of_descriptors_here_is_no_lost_sandbox(box: Box) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert box.handle.files.stat(b"/etc/passwd", follow=True).kind == "file"
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "after the spawner has begun"])
+def test_a_scratch_that_cannot_be_had(own: Node, monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
+    """It is made beside the sandbox. If there is none, that is the reason given, and nothing of the sandbox stays."""
+
+    async def refuse(sandbox_id: str, uid_base: int, limits: Limits) -> ScratchPlan:
+        while late and not own.backend.hierarchies.group(group_name(own.edge_id, sandbox_id)).exists():
+            await asyncio.sleep(0)
+        raise Unavailable("the scratch pool is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(own.backend.scratch, "take", refuse)
+        with pytest.raises(Unavailable, match="the scratch pool is full"):
+            own.create(own.placement())
+    await_reaping(own)
+    assert own.backend.leftovers() == []
+    with own.box() as box:
+        assert box.works()
