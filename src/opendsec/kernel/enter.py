@@ -17,7 +17,8 @@ Both functions run in a child that leaves by exec or `os._exit` alone. Facts tha
 * Once it has joined, root inside may send it signals. The spawner's handlers are gone by then.
 
 The report channel carries one datagram: `b"ok"` just before exec (with the terminal, if there is one), or a marshalled
-(step, errno, text). After "ok" an exec that fails sends a second one. End of file without "ok" means the child was killed.
+(step, errno, text). After "ok" an exec that fails sends a second one. End of file without "ok" means the child was killed; after "ok" it
+means that the command has been executed, or, since PID 1 is left the channel and closes it last, that a sandbox has settled.
 """
 
 from __future__ import annotations

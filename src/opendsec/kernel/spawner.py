@@ -44,7 +44,7 @@ MAX_FDS = 16
 
 
 class Child:
-    """A forked child until it is reaped. `waiting` holds its exit until its start has been reported."""
+    """A forked child until it is reaped. `exited` holds its exit until its start has been answered."""
 
     __slots__ = ("exited", "is_command", "pid", "pidfd", "report", "request", "started", "terminal")
 
