@@ -16,9 +16,9 @@ import msgspec
 
 from opendsec.api import exec as x
 from opendsec.api import files as f
+from opendsec.api import fn, spec
 from opendsec.api import images as i
 from opendsec.api import sandboxes as s
-from opendsec.api import spec
 
 
 class Route(NamedTuple):
@@ -89,5 +89,17 @@ IMAGE_BUILD = Route("POST", "/v1/images/build", i.BuildRequest, i.BuildEvent, st
 IMAGE_COMPOSE = Route("POST", "/v1/images/compose", i.ComposeRequest, i.ImageInfo, query=("action_id",), mutates=True)
 IMAGE_REMOVE = Route("DELETE", "/v1/images", query=("name", "action_id"), response=i.ImageList, mutates=True)
 IMAGE_GC = Route("POST", "/v1/images/gc", response=i.Collected, query=("dry_run", "action_id"), mutates=True)
+
+FN = Route("POST", "/v1/fn", fn.FnCall, fn.FnResult, mutates=True)
+# NDJSON both ways: a MapRequest, then FnInputs; results come as they end. It may be repeated as it is: calls leave nothing behind.
+FN_MAP = Route("POST", "/v1/fn/map", response=fn.FnResult, raw_request=True, stream=True)
+JUDGE = Route("POST", "/v1/fn/judge", fn.JudgeTask, fn.JudgeResult, mutates=True)
+LANGUAGES = Route("GET", "/v1/fn/languages", response=fn.LanguageList)
+POOLS = Route("GET", "/v1/fn/pools", response=fn.PoolList)
+POOL_SET = Route("PUT", "/v1/fn/pools", fn.PoolSpec, fn.PoolInfo, query=("action_id",), mutates=True)  # made, or changed to this
+POOL_RESIZE = Route("PATCH", "/v1/fn/pools/{name}", fn.PoolResize, fn.PoolInfo, mutates=True)
+POOL_REMOVE = Route("DELETE", "/v1/fn/pools/{name}", response=fn.PoolList, query=("action_id",), mutates=True)  # drained first
+# SandboxFusion's own request and answer (snake case, its field names); what it cannot say is in docs/fncall.md.
+RUN_CODE = Route("POST", "/run_code", raw_request=True, raw_response=True)
 
 ROUTES: dict[str, Route] = {name: value for name, value in list(globals().items()) if isinstance(value, Route)}
