@@ -88,7 +88,18 @@ IMAGES = Route("GET", "/v1/images", response=i.ImageList)
 IMAGE_BUILD = Route("POST", "/v1/images/build", i.BuildRequest, i.BuildEvent, stream=True, mutates=True)
 IMAGE_COMPOSE = Route("POST", "/v1/images/compose", i.ComposeRequest, i.ImageInfo, query=("action_id",), mutates=True)
 IMAGE_REMOVE = Route("DELETE", "/v1/images", query=("name", "action_id"), response=i.ImageList, mutates=True)
-IMAGE_GC = Route("POST", "/v1/images/gc", response=i.Collected, query=("dry_run", "action_id"), mutates=True)
+IMAGE_GC = Route("POST", "/v1/images/gc", response=i.Collected, query=("dry_run", "grace_s", "action_id"), mutates=True)
+# Streams of progress that may be repeated as they are: what they make is named by its content.
+IMAGE_PULL = Route("POST", "/v1/images/pull", i.PullRequest, i.BuildEvent, stream=True, mutates=True)
+IMAGE_PUSH = Route("POST", "/v1/images/push", i.PushRequest, i.BuildEvent, stream=True, mutates=True)
+IMAGE_WARM = Route("POST", "/v1/images/warm", i.WarmRequest, i.BuildEvent, stream=True, mutates=True)
+IMAGE_TRACE = Route("POST", "/v1/images/trace", i.TraceRequest, i.TraceInfo, query=("action_id",), mutates=True)
+IMAGE_INSPECT = Route("GET", "/v1/images/inspect", response=i.ImageDetail, query=("name",))
+IMAGE_DIFF = Route("GET", "/v1/images/diff", response=i.DiffReport, query=("a", "b"))
+IMAGE_LINT = Route("GET", "/v1/images/lint", response=i.LintReport, query=("name", "packages"))
+IMAGE_VERIFY = Route("POST", "/v1/images/verify", response=i.LintReport, query=("name",))  # reads all that is local
+STORES = Route("GET", "/v1/images/stores", response=i.StoreList)
+PACK = Route("POST", _BOX + "/pack", i.PackRequest, i.PackResult, mutates=True)
 
 FN = Route("POST", "/v1/fn", fn.FnCall, fn.FnResult, mutates=True)
 # NDJSON both ways: a MapRequest, then FnInputs; results come as they end. It may be repeated as it is: calls leave nothing behind.
