@@ -24,7 +24,7 @@ THIRD_PARTY = {
     "kernel": set(),
     "policy": set(),
     "api": {"msgspec"},
-    "images": {"msgspec"},
+    "images": {"msgspec", "obstore", "zstandard"},
     "runtime": {"msgspec"},
     "observe": {"msgspec", "structlog"},
     "edge": {"msgspec", "uvicorn", "uvloop", "httptools", "structlog"},

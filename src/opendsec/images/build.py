@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from opendsec.api import spec
-from opendsec.api.errors import Denied, Internal, InvalidRequest, OpenDSecError, from_body
+from opendsec.api.errors import Denied, Internal, InvalidRequest, OpenDSecError, Unsupported, from_body
 from opendsec.api.images import BuildEvent, BuildRequest, DebianSource, DirectorySource, ImageConfig, ImageInfo, LayerInfo
 from opendsec.images import debian, names
 from opendsec.images.layers import LayerRecord
@@ -44,6 +44,8 @@ def check(request: BuildRequest, *, allow_host_paths: bool) -> LayerName:
     if isinstance(request.source, DebianSource):
         debian.check(request.source)
         return name
+    if not isinstance(request.source, DirectorySource):
+        raise Unsupported("a Dockerfile makes several layers, not one", field="source")  # what runs its steps calls us for each
     if not allow_host_paths:
         raise Denied("a directory of the edge's machine may be a source only over the unix socket", field="source.path")
     _check_source(request.source)
@@ -76,6 +78,7 @@ async def build(
     missing), Internal. Cancelling kills all that was started, waits for its end and removes what was made; then it goes on.
     """
     name = check(request, allow_host_paths=allow_host_paths)
+    assert isinstance(request.source, DirectorySource | DebianSource)
     workspace = contextlib.ExitStack()
     try:
         work, held = workspace.enter_context(store.workspace())

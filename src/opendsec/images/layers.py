@@ -4,9 +4,13 @@
     layers/sha256-<hex>/
         layer.json     the record below, in the envelope of `records`
         meta.erofs     EROFS metadata: the whole tree, no file content
-        data.blob      the content of all files, in chunks of 4 KiB, equal ones once
+        data.chunks    the checksum of each chunk of the data file, see `chunks`
+        data.blob      the content of all files, in blocks of 4 KiB, equal ones once; may be missing if there is
+        origin.json    where the data can be had, see `origins`
 
-The digest addresses the *tree* (see `tree`), not these two files: another mkfs.erofs may lay the same tree out differently. The
+Version 1 had no chunk table. Such a layer is read as it is, and gets its table when one is needed (`ImageStore.chunk_table`).
+
+The digest addresses the *tree* (see `tree`), not these files: another mkfs.erofs may lay the same tree out differently. The
 checksums bind the pair, since one metadata file is worthless with another's data file.
 """
 
@@ -19,8 +23,8 @@ import msgspec
 
 from opendsec.api.images import LayerKind
 
-MAGIC, VERSION = "opendsec-layer", 1
-RECORD, META, DATA = "layer.json", "meta.erofs", "data.blob"
+MAGIC, VERSION = "opendsec-layer", 2
+RECORD, META, DATA, TABLE = "layer.json", "meta.erofs", "data.blob", "data.chunks"
 
 
 class LayerRef(msgspec.Struct, frozen=True):
@@ -41,6 +45,9 @@ class LayerRecord(msgspec.Struct, frozen=True, kw_only=True):
     meta_sha256: str  # hex digits
     data_sha256: str
     created_at: float  # unix seconds
+    # Since version 2:
+    chunk_bytes: int = 0  # 0 = no chunk table
+    chunks_sha256: str = ""  # of `data.chunks`, hex digits
 
 
 class Missing(Exception):
