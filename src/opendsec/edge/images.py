@@ -1,26 +1,72 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The image store as the event loop may use it: nothing here blocks the loop for long, and a build streams its progress."""
+"""The image store as the event loop may use it: nothing here blocks the loop for long, and long work streams its progress."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Protocol
 
-from opendsec.api.errors import OpenDSecError
-from opendsec.api.images import BuildEvent, BuildRequest, Collected, ComposeRequest, ImageInfo, ImageList
+from opendsec.api.errors import Denied, Internal, NotFound
+from opendsec.api.images import (
+    BuildEvent,
+    BuildRequest,
+    Collected,
+    ComposeRequest,
+    DiffReport,
+    DockerfileSource,
+    Finding,
+    ImageDetail,
+    ImageInfo,
+    ImageList,
+    LayerDetail,
+    LayerInfo,
+    LintReport,
+    PullRequest,
+    PushRequest,
+    StoreInfo,
+    StoreList,
+    WarmRequest,
+)
+from opendsec.api.references import Reference
+from opendsec.edge.progress import Progress, Work, streamed
 from opendsec.images.build import build, check
-from opendsec.images.store import ImageStore, Resolved
+from opendsec.images.store import GRACE_S, ImageStore, Resolved
+
+if TYPE_CHECKING:
+    from opendsec.edge.node import Node
+    from opendsec.images.remote.store import RemoteStore
 
 FRESH_S = 1.0  # a resolved name is trusted for so long: resolving reads several small files, a burst of creates asks the same
-PROGRESS = 256  # events that may wait for a slow reader; beyond that progress is dropped, the end never
+
+
+class Emit(Protocol):
+    """Tells that something happened."""
+
+    def __call__(self, kind: str, sandbox_id: str | None = None, **data: str | int | float | bool | None) -> None: ...
+
+
+def _silent(kind: str, sandbox_id: str | None = None, **data: str | int | float | bool | None) -> None: ...
 
 
 class Catalog:
     """Images by name, with the names of the last second kept in memory."""
 
-    def __init__(self, store: ImageStore) -> None:
-        self.store = store
+    def __init__(
+        self,
+        store: ImageStore,
+        *,
+        remotes: Mapping[str, RemoteStore] | None = None,
+        stores: Sequence[StoreInfo] = (),
+        emit: Emit = _silent,
+    ) -> None:
+        self.store, self.emit = store, emit
+        self.remotes: Mapping[str, RemoteStore] = remotes or {}
+        self._stores = tuple(stores)
         self._fresh: dict[tuple[str, tuple[str, ...]], tuple[float, Resolved]] = {}
+
+    # --- reading -----------------------------------------------------------------------------------------------------
 
     async def resolve(self, image: str, layers: Sequence[str]) -> Resolved:
         """Raises NotFound, InvalidRequest, Internal (a damaged layer); `field` says which name."""
@@ -37,6 +83,68 @@ class Catalog:
     async def list(self) -> ImageList:
         return await asyncio.to_thread(self.store.list)
 
+    async def image(self, name: str, field: str = "name") -> ImageInfo:
+        """Raises NotFound."""
+        listed = await self.list()
+        for image in listed.images:
+            if image.name == name:
+                return image
+        raise NotFound(f"no image {name!r}", field=field)
+
+    def stores(self) -> StoreList:
+        """The remote stores, without credentials."""
+        return StoreList(self._stores)
+
+    async def inspect(self, name: str) -> ImageDetail:
+        """An image, and how much of each of its layers is here. Raises NotFound."""
+        listed = await self.list()
+        image = next((one for one in listed.images if one.name == name), None)
+        if image is None:
+            raise NotFound(f"no image {name!r}", field="name")
+        layers = {one.digest: one for one in listed.layers}
+        return ImageDetail(image=image, layers=tuple(self._detail(layers[digest]) for digest in image.layers if digest in layers))
+
+    def _detail(self, layer: LayerInfo) -> LayerDetail:
+        return LayerDetail(layer=layer, local_bytes=layer.data_bytes, complete=True)
+
+    async def diff(self, a: str, b: str) -> DiffReport:
+        """How the trees of two images or layers differ."""
+        from opendsec.images.diff import diff
+
+        return await asyncio.to_thread(diff, self.store, a, b)
+
+    async def lint(self, name: str, packages: tuple[str, ...]) -> LintReport:
+        """What an image or a layer holds that would give an answer away."""
+        from opendsec.images.lint import lint
+
+        return await asyncio.to_thread(lint, self.store, name, packages)
+
+    async def verify(self, name: str) -> LintReport:
+        """Read all local content of an image, or of one layer, and compare it with its checksums."""
+        digests = await self._digests(name)
+        findings: list[Finding] = []
+        for digest in digests:
+            try:
+                await asyncio.to_thread(self.store.verify, digest)
+            except Internal as error:
+                findings.append(Finding(rule="verify.damaged", path=digest, message=error.message))
+        for finding in findings:
+            self.emit("layer.damaged", digest=finding.path, message=finding.message)
+        return LintReport(name=name, findings=tuple(findings))
+
+    async def _digests(self, name: str) -> tuple[str, ...]:
+        """Of an image's layers, lowest first, or of the one layer that is named. Raises NotFound."""
+        listed = await self.list()
+        for image in listed.images:
+            if image.name == name:
+                return image.layers
+        for layer in listed.layers:
+            if name == layer.digest or name in layer.names:
+                return (layer.digest,)
+        raise NotFound(f"no image or layer {name[:200]!r}", field="name")
+
+    # --- changing ----------------------------------------------------------------------------------------------------
+
     async def compose(self, request: ComposeRequest) -> ImageInfo:
         self._fresh.clear()
         try:
@@ -51,10 +159,10 @@ class Catalog:
             self._fresh.clear()
         return await self.list()
 
-    async def collect(self, in_use: frozenset[str], *, dry_run: bool) -> Collected:
-        """Remove layers that neither a name nor a living sandbox uses."""
+    async def collect(self, in_use: frozenset[str], *, dry_run: bool, grace_s: float = GRACE_S) -> Collected:
+        """Remove layers that neither a name nor a living sandbox uses and that were published longer than `grace_s` ago."""
         try:
-            return await asyncio.to_thread(lambda: self.store.gc(in_use, dry_run=dry_run))
+            return await asyncio.to_thread(lambda: self.store.gc(in_use, dry_run=dry_run, grace_s=grace_s))
         finally:
             self._fresh.clear()
 
@@ -62,33 +170,84 @@ class Catalog:
         """Raises InvalidRequest, Denied."""
         check(request, allow_host_paths=local)
 
-    async def build(self, request: BuildRequest, *, local: bool) -> AsyncGenerator[BuildEvent, None]:
+    async def build(self, node: Node, request: BuildRequest, *, local: bool) -> AsyncGenerator[BuildEvent, None]:
         """Progress, then `done`, or `failed` followed by the error. Closing the generator cancels the build."""
-        waiting: asyncio.Queue[BuildEvent] = asyncio.Queue()
 
-        def progress(event: BuildEvent) -> None:
-            if waiting.qsize() < PROGRESS or event.kind == "done":
-                waiting.put_nowait(event)
+        async def work(progress: Progress) -> ImageInfo | LayerInfo:
+            if isinstance(request.source, DockerfileSource):
+                from opendsec.edge.building import build_dockerfile
 
-        task = asyncio.ensure_future(build(self.store, request, progress=progress, allow_host_paths=local))
+                return await build_dockerfile(node, request, progress=progress, local=local)
+            return await build(self.store, request, progress=progress, allow_host_paths=local)
+
+        async with aclosing(self._streamed(work)) as events:
+            async for event in events:
+                yield event
+
+    async def pull(self, request: PullRequest, reference: Reference, *, local: bool) -> AsyncGenerator[BuildEvent, None]:
+        """As `build`, of an image that comes from elsewhere."""
+
+        async def work(progress: Progress) -> ImageInfo:
+            if reference.transport == "store":
+                from opendsec.images.transfer import pull_image
+
+                remote, name = self._remote(reference.place), request.name or reference.image_name
+                image = await pull_image(self.store, reference.name, remote, name=name, progress=progress, lazy=request.lazy)
+            else:
+                from opendsec.images.oci.pull import pull
+
+                image = await pull(self.store, request, progress=progress, allow_host_paths=local)
+            self.emit("image.pulled", image=image.name, source=str(reference), layers=len(image.layers), size_bytes=image.size_bytes)
+            return image
+
+        async with aclosing(self._streamed(work)) as events:
+            async for event in events:
+                yield event
+
+    async def push(self, request: PushRequest, reference: Reference, *, local: bool) -> AsyncGenerator[BuildEvent, None]:
+        """As `build`, of an image that goes elsewhere; `done` names it."""
+
+        async def work(progress: Progress) -> ImageInfo:
+            if reference.transport == "store":
+                from opendsec.images.transfer import push_image
+
+                remote = self._remote(reference.place)
+                if not remote.writable:
+                    raise Denied(f"the store {reference.place!r} is configured read-only", field="reference")
+                await push_image(self.store, request.name, remote, name=reference.name, progress=progress)
+            else:
+                from opendsec.images.oci.push import push
+
+                await push(self.store, request, progress=progress, allow_host_paths=local)
+            image = await self.image(request.name)
+            self.emit("image.pushed", image=image.name, target=str(reference), layers=len(image.layers), size_bytes=image.size_bytes)
+            return image
+
+        async with aclosing(self._streamed(work)) as events:
+            async for event in events:
+                yield event
+
+    async def warm(self, request: WarmRequest) -> AsyncGenerator[BuildEvent, None]:
+        """As `build`, loading what is not here yet of an image."""
+
+        async def work(progress: Progress) -> ImageInfo:
+            return await self.image(request.name)
+
+        async with aclosing(self._streamed(work)) as events:
+            async for event in events:
+                yield event
+
+    async def _streamed(self, work: Work) -> AsyncGenerator[BuildEvent, None]:
         try:
-            while True:
-                following = asyncio.ensure_future(waiting.get())
-                await asyncio.wait((following, task), return_when=asyncio.FIRST_COMPLETED)
-                if following.done():
-                    yield following.result()
-                    continue
-                following.cancel()
-                while not waiting.empty():
-                    yield waiting.get_nowait()
-                break
-            try:
-                task.result()
-            except OpenDSecError as error:
-                yield BuildEvent(kind="failed", message=str(error))
-                raise
+            async with aclosing(streamed(work)) as events:
+                async for event in events:
+                    yield event
         finally:
             self._fresh.clear()
-            if not task.done():
-                task.cancel()
-                await asyncio.wait((task,))
+
+    def _remote(self, name: str) -> RemoteStore:
+        remote = self.remotes.get(name)
+        if remote is None:
+            there = f"stores here: {', '.join(sorted(self.remotes))}" if self.remotes else "the operator has configured none"
+            raise NotFound(f"no store {name!r}; {there}", field="reference")
+        return remote

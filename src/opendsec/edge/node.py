@@ -26,6 +26,7 @@ from opendsec.edge.journal import Journal
 from opendsec.edge.log import Log
 from opendsec.edge.tables import Retention
 from opendsec.edge.uids import UidRanges
+from opendsec.images.store import GRACE_S
 from opendsec.observe.events import EventSink
 from opendsec.runtime.backend import Backend, Handle
 
@@ -276,9 +277,9 @@ class Node:
         """Digests of layers of living sandboxes."""
         return frozenset(digest for box in self.boxes.values() if box.state.held for digest in box.template.layers)
 
-    async def collect(self, *, dry_run: bool) -> Collected:
+    async def collect(self, *, dry_run: bool, grace_s: float = GRACE_S) -> Collected:
         """Remove layers that neither a name nor a living sandbox uses, and let go of their mounts."""
-        collected = await self.images.collect(self.layers_in_use(), dry_run=dry_run)
+        collected = await self.images.collect(self.layers_in_use(), dry_run=dry_run, grace_s=grace_s)
         if not dry_run:
             await self._unmount_unused()
         return collected

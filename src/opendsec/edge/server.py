@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Sequence
 
 from opendsec.api.errors import InvalidRequest, NotFound
 from opendsec.api.ids import check_action_id
-from opendsec.api.images import BuildEvent, BuildRequest, Collected, ComposeRequest, ImageInfo, ImageList
 from opendsec.api.sandboxes import (
     Capabilities,
     CreateResponse,
@@ -28,6 +27,7 @@ from opendsec.edge.node import Node
 from opendsec.edge.once import exactly_once
 from opendsec.edge.serve_exec import ExecRoutes
 from opendsec.edge.serve_files import FileRoutes
+from opendsec.edge.serve_images import ImageRoutes
 from opendsec.policy import POLICIES
 
 STATES: frozenset[SandboxState] = LIVING | {"stopped", "lost"}
@@ -35,7 +35,7 @@ PAGE = 500  # stored events read at once
 
 
 class NodeRoutes:
-    """Handlers about the edge itself, its sandboxes and its images."""
+    """Handlers about the edge itself and its sandboxes."""
 
     def __init__(self, node: Node, features: Sequence[Feature] = ()) -> None:
         self._node, self._features = node, tuple(features)
@@ -52,11 +52,6 @@ class NodeRoutes:
             "GET": self.get,
             "USAGE": self.usage,
             "KILL": self.kill,
-            "IMAGES": self.images,
-            "IMAGE_BUILD": self.build,
-            "IMAGE_COMPOSE": self.compose,
-            "IMAGE_REMOVE": self.remove_image,
-            "IMAGE_GC": self.collect,
         }
 
     # --- the edge --------------------------------------------------------------------------------------------------------
@@ -149,35 +144,6 @@ class NodeRoutes:
         await request.no_body()
         return await self._node.kill(request.params[0], action_id=action_id)
 
-    # --- images ----------------------------------------------------------------------------------------------------------
-
-    async def images(self, request: Request) -> ImageList:
-        return await self._node.images.list()
-
-    async def build(self, request: Request) -> Lines:
-        wanted = await request.json(BuildRequest)
-        self._node.images.check_build(wanted, local=request.local)
-        stream: AsyncGenerator[BuildEvent, None] = self._node.images.build(wanted, local=request.local)
-        return Lines(stream)
-
-    async def compose(self, request: Request) -> ImageInfo:
-        wanted = await request.json(ComposeRequest)
-        request.intent.begin()
-        return await self._node.images.compose(wanted)
-
-    async def remove_image(self, request: Request) -> ImageList:
-        name = request.text("name")
-        if not name:
-            raise InvalidRequest("is required", field="name")
-        request.intent.begin()
-        return await self._node.images.remove(name)
-
-    async def collect(self, request: Request) -> Collected:
-        dry_run = request.flag("dry_run")
-        await request.no_body()
-        request.intent.begin()
-        return await self._node.collect(dry_run=dry_run)
-
 
 class Routes:
     """The router of one node, and what stands behind it. To be closed after the last request."""
@@ -186,6 +152,7 @@ class Routes:
         self._files, self.commands = FileRoutes(node), Commands(node)
         self.node_routes = NodeRoutes(node, features)
         handlers = self.node_routes.handlers() | ExecRoutes(node, self.commands).handlers() | self._files.handlers()
+        handlers |= ImageRoutes(node, self.commands).handlers()
         self.router = Router(exactly_once(node.actions, handlers))
 
     async def close(self) -> None:
