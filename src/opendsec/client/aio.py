@@ -18,6 +18,8 @@ from typing import Literal, Unpack
 from opendsec.api import routes, wire
 from opendsec.api.errors import Internal, InvalidRequest, NotFound, OpenDSecError, Unavailable, from_body
 from opendsec.api.exec import ExecResult, ProcessInfo, ProcessList, SessionInfo, SessionRequest
+from opendsec.api.images import LayerKind, PackRequest, PackResult
+from opendsec.api.references import pack_names
 from opendsec.api.sandboxes import Capabilities, CreateResponse, EdgeInfo, Event, SandboxInfo, SandboxList, SandboxState, Slot, Usage
 from opendsec.api.spec import BATCH, AnySpec, CreateRequest, Spec, check_integer
 from opendsec.client import _core, launch
@@ -215,6 +217,39 @@ class Sandbox:
         except NotFound:
             if self.info is None:
                 raise  # nothing ever said that it existed
+
+    async def pack(
+        self,
+        name: str,
+        *,
+        kind: LayerKind = "workspace",
+        scrub: bool = True,
+        scrub_paths: Sequence[str] = (),
+        keep_paths: Sequence[str] = (),
+        packages: Sequence[str] = (),
+        fail_on_warnings: bool = False,
+        action_id: str | None = None,
+    ) -> PackResult:
+        """Make what was written in this sandbox a layer `name` (`NAME@VERSION`), and of it and what lies below an image `NAME:VERSION`. The
+        sandbox stands still for moments and goes on running.
+
+        `scrub` leaves out histories, caches, credentials, /tmp and what tools leave behind; `scrub_paths` are more shell patterns to leave
+        out, `keep_paths` what is kept in any case. A linter warns of leaked answers, also of `packages` in caches; with `fail_on_warnings`
+        it makes the call raise Conflict, and nothing is kept.
+        """
+        fields = {
+            "name": name,
+            "kind": kind,
+            "scrub": scrub,
+            "scrub_paths": scrub_paths,
+            "keep_paths": keep_paths,
+            "packages": packages,
+            "fail_on_warnings": fail_on_warnings,
+            "action_id": action_id if action_id is not None else _core.new_action_id(),
+        }
+        body = wire.decode(_core.encode(wire.convert(fields, PackRequest)), PackRequest)
+        pack_names(body)
+        return await self._link.call(routes.PACK, PackResult, self._ids, body=body, repeatable=True)
 
     # --- commands
 

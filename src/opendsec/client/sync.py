@@ -167,9 +167,18 @@ class Images(_Mirror[aio.Images]):
     """See `opendsec.client.images.Images`."""
 
     list = blocking(aio.Images.list)
+    inspect = blocking(aio.Images.inspect)
+    diff = blocking(aio.Images.diff)
+    lint = blocking(aio.Images.lint)
+    verify = blocking(aio.Images.verify)
+    stores = blocking(aio.Images.stores)
     build = blocking(aio.Images.build)
     build_events = iterating(aio.Images.build_events)
     compose = blocking(aio.Images.compose)
+    pull = blocking(aio.Images.pull)
+    push = blocking(aio.Images.push)
+    warm = blocking(aio.Images.warm)
+    trace = blocking(aio.Images.trace)
     remove = blocking(aio.Images.remove)
     gc = blocking(aio.Images.gc)
 
@@ -227,6 +236,7 @@ class Sandbox(_Mirror[aio.Sandbox]):
     refresh = blocking(aio.Sandbox.refresh)
     usage = blocking(aio.Sandbox.usage)
     kill = blocking(aio.Sandbox.kill)
+    pack = blocking(aio.Sandbox.pack)
     run = blocking(aio.Sandbox.run)
     stream = iterating(aio.Sandbox.stream)
     start = wrapping(aio.Sandbox.start, Process)
