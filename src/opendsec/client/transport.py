@@ -49,6 +49,10 @@ class Transport(Protocol):
     def local(self) -> bool:
         """Whether the edge shares this machine's files."""
 
+    @property
+    def duplex(self) -> bool:
+        """Whether a streamed body of a request is still sent while the answer is read."""
+
     async def call(self, request: Request) -> tuple[int, bytes]:
         """Status and whole body."""
 
@@ -68,6 +72,10 @@ class HttpxTransport:
     @property
     def local(self) -> bool:
         return False
+
+    @property
+    def duplex(self) -> bool:
+        return False  # httpcore sends all of a body before it reads
 
     def _open(self) -> httpx.AsyncClient:
         if self._client is None:

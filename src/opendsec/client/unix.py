@@ -10,7 +10,7 @@ compression, no trailers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from opendsec.client._core import Request
@@ -24,6 +24,7 @@ CONNECTS_AT_ONCE = 64
 MAX_HEAD_BYTES = 64 << 10
 
 _CUT = (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError, ValueError)
+_MOST_SIZE_DIGITS = 16  # of a chunk's length
 
 
 class UnixTransport:
@@ -42,6 +43,10 @@ class UnixTransport:
     def local(self) -> bool:
         return True
 
+    @property
+    def duplex(self) -> bool:
+        return True
+
     async def call(self, request: Request) -> tuple[int, bytes]:
         connection = await self._acquire()
         try:
@@ -51,7 +56,7 @@ class UnixTransport:
             connection.close()
             raise _broken(error) from None
         finally:
-            self._release(connection)
+            await self._release(connection)
         return status, body
 
     @asynccontextmanager
@@ -64,7 +69,7 @@ class UnixTransport:
                 raise _broken(error) from None
             yield connection
         finally:
-            self._release(connection)
+            await self._release(connection)
 
     async def _acquire(self) -> _Connection:
         now = asyncio.get_running_loop().time()
@@ -103,8 +108,13 @@ class UnixTransport:
             reader, writer = await asyncio.open_unix_connection(self._path, limit=CHUNK_BYTES)
         return _Connection(reader, writer)
 
-    def _release(self, connection: _Connection) -> None:
+    async def _release(self, connection: _Connection) -> None:
         self._busy.discard(connection)
+        try:
+            await connection.end_sending()
+        except BaseException:
+            connection.close()
+            raise
         if connection.reusable() and len(self._idle) < MAX_IDLE_CONNECTIONS:
             connection.idle_since = asyncio.get_running_loop().time()
             self._idle.append(connection)
@@ -134,6 +144,7 @@ class _Connection:
         self._keep = False  # whether the peer keeps the connection after this answer
         self._left: int | None = None  # bytes of the body still to read; None = chunked
         self._done = False
+        self._sending: asyncio.Task[None] | None = None  # a body of unknown length on its way
         self.status = 0
         self.length: int | None = None
         self.idle_since = 0.0
@@ -157,8 +168,9 @@ class _Connection:
             pass  # it is closed, which is all that matters
 
     async def exchange(self, request: Request, extra: str) -> int:
-        """Send the request and read the head of the answer."""
+        """Send the request and read the head of the answer. A streamed body goes on being sent while the answer is read."""
         self._done = self._keep = False
+        self.status = 0
         head = f"{request.method} {request.target} HTTP/1.1\r\nhost: edge\r\n{extra}"
         if request.content_type:
             head += f"content-type: {request.content_type}\r\n"
@@ -167,35 +179,51 @@ class _Connection:
             self._writer.write(head.encode("ascii") + request.body)
             return await self._read_head()
         self._writer.write((head + "transfer-encoding: chunked\r\n\r\n").encode("ascii"))
-        return await self._send_body(request.body)
-
-    async def _send_body(self, body: AsyncIterator[bytes] | object) -> int:
-        """Send a body of unknown length while listening: the edge may refuse it early and stop reading."""
-        assert hasattr(body, "__aiter__")
+        self._sending = sending = asyncio.ensure_future(self._send(request.body))
         answer = asyncio.ensure_future(self._read_head())
         try:
-            try:
-                async for chunk in body:
-                    if chunk:
-                        self._writer.write(b"%x\r\n" % len(chunk))
-                        self._writer.write(chunk)
-                        self._writer.write(b"\r\n")
-                        drain = asyncio.ensure_future(self._writer.drain())
-                        await asyncio.wait((drain, answer), return_when=asyncio.FIRST_COMPLETED)
-                        if answer.done():
-                            drain.cancel()
-                            await asyncio.gather(drain, return_exceptions=True)
-                            break
-                        await drain
-                else:
-                    self._writer.write(b"0\r\n\r\n")
-            except ConnectionError:
-                pass  # the answer, if there is one, says why the edge hung up
+            await asyncio.wait((sending, answer), return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                await sending  # the caller's iterator may have failed; that is no answer's fault
+            elif self.status >= 400:  # refused: the rest of the body is nobody's
+                sending.cancel()
             return await answer
         finally:
             if not answer.done():
                 answer.cancel()
-                await asyncio.gather(answer, return_exceptions=True)
+            await asyncio.gather(answer, return_exceptions=True)
+
+    async def _send(self, body: AsyncIterable[bytes]) -> None:
+        """Send a body of unknown length as it comes. Ends quietly when the peer hangs up: its answer, if there is one, says why."""
+        try:
+            async for chunk in body:
+                if chunk:
+                    self._writer.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+                    await self._writer.drain()
+            self._writer.write(b"0\r\n\r\n")
+        except ConnectionError:
+            self._keep = False
+        except BaseException:
+            # Half a body: whoever waits for the answer must wake up, and nobody may use the connection again.
+            self._writer.transport.abort()
+            raise
+
+    async def end_sending(self) -> None:
+        """Stop what is still being sent. Raises the body's own error."""
+        sending, self._sending = self._sending, None
+        if sending is None:
+            return
+        if not sending.done():
+            sending.cancel()
+            await asyncio.wait((sending,))
+        if not sending.cancelled() and (error := sending.exception()) is not None:
+            raise error
+
+    def _raise_of_sending(self) -> None:
+        if self._sending is not None and self._sending.done() and not self._sending.cancelled():
+            error = self._sending.exception()
+            if error is not None:
+                raise error
 
     async def _read_head(self) -> int:
         head = await self._reader.readuntil(b"\r\n\r\n")
@@ -230,30 +258,70 @@ class _Connection:
         return b"".join([chunk async for chunk in self._read_chunks()])
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it comes. Raises ConnectionBroken if it ends early."""
+        """The body as it comes. Raises ConnectionBroken if it ends early, and what the request's own body raised while it was sent."""
         try:
             async for chunk in self._read_chunks():
                 yield chunk
         except _CUT as error:
+            self._raise_of_sending()
             raise _broken(error) from None
 
     async def _read_chunks(self) -> AsyncIterator[bytes]:
+        frames = _Frames()
         while not self._done:
+            chunk = await self._reader.read(CHUNK_BYTES if self._left is None else min(self._left, CHUNK_BYTES))
+            if not chunk:
+                raise ConnectionResetError("the body ended early")
             if self._left is not None:
-                chunk = await self._reader.read(min(self._left, CHUNK_BYTES))
-                if not chunk:
-                    raise ConnectionResetError("the body ended early")
                 self._left -= len(chunk)
                 self._done = self._left == 0
                 yield chunk
                 continue
-            size = int((await self._reader.readuntil(b"\r\n")).partition(b";")[0], 16)
-            left = size
-            while left:
-                chunk = await self._reader.read(min(left, CHUNK_BYTES))
-                if not chunk:
-                    raise ConnectionResetError("the body ended early")
-                left -= len(chunk)
-                yield chunk
-            await self._reader.readexactly(2)
-            self._done = size == 0
+            content = frames.feed(chunk)
+            if frames.ended:
+                self._done = True
+                self._keep = self._keep and not frames.rest  # nothing was asked for that could follow
+            if content:
+                yield content
+
+
+class _Frames:
+    """The chunked transfer coding: what was read goes in, content comes out, all that is there at once. No trailers."""
+
+    def __init__(self) -> None:
+        self.rest = b""  # the beginning of something
+        self.ended = False
+        self._left = 0  # of the current chunk
+
+    def feed(self, data: bytes) -> bytes:
+        """Raises ValueError for what is no chunk."""
+        data, at = (self.rest + data if self.rest else data), 0
+        out: list[bytes] = []
+        while True:
+            if self._left > 2:
+                piece = data[at : at + self._left - 2]
+                out.append(piece)
+                at += len(piece)
+                self._left -= len(piece)
+            if 0 < self._left <= 2:  # the line's end behind a chunk
+                if len(data) - at < 2:
+                    break
+                if data[at : at + 2] != b"\r\n":
+                    raise ValueError("a chunk without an end")
+                at, self._left = at + 2, 0
+                if self.ended:
+                    break
+            if self._left:
+                break
+            line = data.find(b"\r\n", at)
+            if line < 0:
+                if len(data) - at > MAX_HEAD_BYTES:
+                    raise ValueError("a chunk's head without an end")
+                break
+            digits = data[at:line].partition(b";")[0].strip()
+            if not 0 < len(digits) <= _MOST_SIZE_DIGITS:
+                raise ValueError("a chunk without a length")
+            self._left, at = int(digits, 16) + 2, line + 2
+            self.ended = self._left == 2
+        self.rest = data[at:]
+        return b"".join(out) if len(out) != 1 else out[0]
