@@ -104,6 +104,8 @@ def _publish(store: ImageStore, request: BuildRequest, name: LayerName, out: Pat
         meta_sha256=made.meta_sha256,
         data_sha256=made.data_sha256,
         created_at=time.time(),
+        chunk_bytes=made.chunk_bytes,
+        chunks_sha256=made.chunks_sha256,
     )
     store.publish(out, record)
     layer = store.name_layer(name, made.digest)

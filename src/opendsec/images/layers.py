@@ -16,12 +16,17 @@ checksums bind the pair, since one metadata file is worthless with another's dat
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from opendsec.api.images import LayerKind
+from opendsec.images import chunks
+from opendsec.images.chunks import ChunkTable
+from opendsec.images.records import Damaged
 
 MAGIC, VERSION = "opendsec-layer", 2
 RECORD, META, DATA, TABLE = "layer.json", "meta.erofs", "data.blob", "data.chunks"
@@ -81,6 +86,57 @@ def present(path: Path, size_bytes: int) -> Path:
     if found != size_bytes:
         raise Missing(f"{path.name} has {found} bytes instead of {size_bytes}")
     return path
+
+
+def describe(
+    directory: Path, *, digest: str, kind: LayerKind, created_at: float, progress: Callable[[int], None] = lambda done: None
+) -> LayerRecord:
+    """The record of a layer just packed into `directory` (`meta.erofs` and `data.blob`), where the chunk table is written too."""
+    table, data_sha256 = chunks.compute(directory / DATA, progress=progress)
+    with open(directory / META, "rb") as file:
+        meta_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    return LayerRecord(
+        digest=digest,
+        kind=kind,
+        meta_bytes=(directory / META).stat().st_size,
+        data_bytes=table.data_bytes,
+        meta_sha256=meta_sha256,
+        data_sha256=data_sha256,
+        created_at=created_at,
+        chunk_bytes=table.chunk_bytes,
+        chunks_sha256=chunks.write(directory / TABLE, table),
+    )
+
+
+def with_table(directory: Path, record: LayerRecord) -> LayerRecord:
+    """`record` with the chunk table of `directory`'s data, which is written there. Raises Damaged if the data is not the record's."""
+    table, data_sha256 = chunks.compute(directory / DATA)
+    if (table.data_bytes, data_sha256) != (record.data_bytes, record.data_sha256):
+        raise Damaged(f"{DATA} does not match its checksum")
+    written = chunks.write(directory / TABLE, table)
+    return msgspec.structs.replace(record, chunk_bytes=table.chunk_bytes, chunks_sha256=written)
+
+
+def read_table(directory: Path, record: LayerRecord) -> ChunkTable:
+    """The chunk table that the record names. Raises Missing, Damaged."""
+    try:
+        data = (directory / TABLE).read_bytes()
+    except FileNotFoundError:
+        raise Missing(f"{TABLE} is missing") from None
+    return check_table(data, record)
+
+
+def check_table(data: bytes, record: LayerRecord) -> ChunkTable:
+    """The chunk table, if these are its bytes. Raises Damaged."""
+    if len(data) > chunks.MAX_BYTES or hashlib.sha256(data).hexdigest() != record.chunks_sha256:
+        raise Damaged(f"{TABLE} does not match its checksum")
+    try:
+        table = chunks.decode(data)
+    except Damaged as error:
+        raise Damaged(f"{TABLE} {error}") from None
+    if (table.chunk_bytes, table.data_bytes) != (record.chunk_bytes, record.data_bytes):
+        raise Damaged(f"{TABLE} is of {table.data_bytes} bytes in chunks of {table.chunk_bytes}, not as the record says")
+    return table
 
 
 def directory_name(digest: str) -> str:

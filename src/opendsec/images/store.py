@@ -6,6 +6,9 @@
         layers/          sha256-<hex>/…, see `layers`; immutable once there
         refs/images/     a record for each image name: ordered digests and a config
         refs/layers/     a record for each `kind:name@version`: one digest
+        traces/          sha256-<hex>/<name>: access traces of a layer; opaque here, they go when the layer goes
+        cache/           sha256-<hex>/…: what was loaded of layers whose data is elsewhere; its owner is the loader, but it goes
+                         when the layer goes
         tmp/             what is being made; start-up clears what no living process holds
 
 Publishing is one rename of a finished, synced directory: a crash leaves things in `tmp/` and nowhere else. Several processes may use
@@ -30,10 +33,12 @@ import msgspec
 
 from opendsec.api.errors import Conflict, Internal, InvalidRequest, NotFound
 from opendsec.api.images import Collected, ComposeRequest, ImageConfig, ImageInfo, ImageList, LayerInfo
+from opendsec.images import chunks, names, origins, records
 from opendsec.images import layers as formats
-from opendsec.images import names, records
+from opendsec.images.chunks import ChunkTable
 from opendsec.images.layers import DataSource, LayerRecord, LayerRef, LocalData, Missing
 from opendsec.images.names import LayerName
+from opendsec.images.origins import Origin
 from opendsec.images.records import Damaged
 from opendsec.images.references import ImageRef, LayerNameRef, References
 
@@ -52,6 +57,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
 class ImageStore:
     def __init__(self, root: Path, *, data_source: DataSource | None = None, clock: Callable[[], float] = time.time) -> None:
         self.root = root
+        self.cache, self.traces = root / "cache", root / "traces"
         self._layers, self._temporary = root / "layers", root / "tmp"
         self._refs = References(root / "refs", self._temporary)
         self._data_source: DataSource = data_source or LocalData()
@@ -60,7 +66,7 @@ class ImageStore:
 
     def prepare(self) -> None:
         """Make the directories and clear what dead builders left. Before first use; may be repeated at any time."""
-        for folder in (self._layers, self._temporary):
+        for folder in (self._layers, self._temporary, self.cache, self.traces):
             folder.mkdir(parents=True, exist_ok=True)
         self._refs.prepare()
         self.root.chmod(0o700)
@@ -117,12 +123,67 @@ class ImageStore:
         return {digest: str(record) for digest, record in self._scan() if not isinstance(record, LayerRecord)}
 
     def verify(self, digest: str) -> None:
-        """Read a layer's files whole and compare them with their checksums. Raises NotFound, Internal naming what differs."""
-        ref, record = self.layer_ref(digest), self._record(digest)
-        for path, expected in ((ref.meta, record.meta_sha256), (ref.data, record.data_sha256)):
-            with open(path, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != expected:
-                    raise _damaged(digest, f"{path.name} does not match its checksum")
+        """Read what is here of a layer and compare it with its checksums. Raises NotFound, Internal naming what differs.
+
+        Data that was loaded from elsewhere is not looked at: each chunk of it was checked before it was kept."""
+        directory, record = self._directory(digest), self._record(digest)
+        self._check_whole(digest)
+        with open(directory / formats.META, "rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != record.meta_sha256:
+                raise _damaged(digest, f"{formats.META} does not match its checksum")
+        if not (directory / formats.DATA).exists():
+            return
+        found, whole = chunks.compute(directory / formats.DATA, record.chunk_bytes or chunks.CHUNK_BYTES)
+        if whole != record.data_sha256:
+            at = ""
+            if record.chunks_sha256:
+                expected = self.chunk_table(digest)
+                wrong = [index for index in range(expected.count) if found.digest(index) != expected.digest(index)]
+                at = f" in {len(wrong)} of {expected.count} chunks, the first at byte {expected.span(wrong[0])[0]}" if wrong else ""
+            raise _damaged(digest, f"{formats.DATA} does not match its checksum{at}")
+
+    def record(self, digest: str) -> LayerRecord:
+        """Raises NotFound, Internal."""
+        return self._record(digest)
+
+    def directory(self, digest: str) -> Path:
+        """Where the files of a layer lie. Raises NotFound, Internal."""
+        self._record(digest)
+        return self._directory(digest)
+
+    def origin(self, digest: str) -> Origin | None:
+        """Where the layer's data can be had; None if all of it is here. Raises NotFound, Internal."""
+        directory = self.directory(digest)
+        if (directory / formats.DATA).exists():
+            return None
+        try:
+            return origins.read(directory)
+        except Damaged as error:
+            raise _damaged(digest, str(error)) from None
+
+    def chunk_table(self, digest: str) -> ChunkTable:
+        """The checksums of the layer's chunks. A layer of the first format gets its table now, which reads all its data; its record
+        has it from then on. Raises NotFound, Internal."""
+        directory, record = self._directory(digest), self._record(digest)
+        if not record.chunks_sha256:
+            self._records.pop(digest, None)  # another process may have made it meanwhile
+            record = self._record(digest)
+        try:
+            if not record.chunks_sha256:
+                record = self._make_table(directory, record)
+            return formats.read_table(directory, record)
+        except (Damaged, Missing) as error:
+            raise _damaged(digest, str(error)) from None
+
+    def used_by(self, digest: str) -> tuple[str, ...]:
+        """The names that keep a layer: of images it is in, and its own."""
+        return tuple(sorted({image.name for image in self._refs.images() if digest in image.layers})) + self._refs.names_of(digest)
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Nothing is collected or removed meanwhile, by whatever process. Not for long: removing a name waits for it."""
+        with self._locked(fcntl.LOCK_SH):
+            yield
 
     # --- changing --------------------------------------------------------------------------------------------------
 
@@ -139,14 +200,23 @@ class ImageStore:
             finally:
                 os.close(fd)
 
-    def publish(self, directory: Path, record: LayerRecord) -> LayerInfo:
-        """Move a finished directory (meta and data files, in a `workspace`) into the store. If the layer is there already, by
-        whoever published first, that one stays and `directory` is left to its owner, unless that one is damaged."""
-        target = self._directory(record.digest)
+    def publish(self, directory: Path, record: LayerRecord, *, origin: Origin | None = None) -> LayerInfo:
+        """Move a finished directory (in a `workspace`) into the store: the metadata and the data file, or the metadata, the chunk table
+        and an `origin` for the data. A chunk table that the record does not know of is made.
+
+        If the layer is there already, by whoever published first, that one stays and `directory` is left to its owner, unless that
+        one is damaged. If that one's data is elsewhere and this has it, it gets it. Raises Damaged if `directory` has not what the
+        record says."""
+        digest, target = record.digest, self._directory(record.digest)
+        if origin is not None:
+            origins.write(directory, origin, temporary=self._temporary)
+        elif not record.chunks_sha256:
+            record = formats.with_table(directory, record)
         with self._locked(fcntl.LOCK_SH):
             records.write(directory / formats.RECORD, formats.MAGIC, formats.VERSION, record, temporary=self._temporary)
-            for name in (formats.META, formats.DATA):
-                _seal(directory / name)
+            for name in (formats.META, formats.TABLE, formats.DATA):
+                if name != formats.DATA or origin is None:
+                    _seal(directory / name)
             records.sync_directory(directory)
             try:
                 os.rename(directory, target)
@@ -154,14 +224,36 @@ class ImageStore:
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                     raise
                 try:
-                    self.layer_ref(record.digest)
+                    self._check_whole(digest)
+                    if origin is None:
+                        self._give_data(directory, record)
                 except Internal:
-                    self._discard(record.digest)
+                    self._discard(digest)
                     os.rename(directory, target)
             now = self._clock()
             os.utime(target, (now, now))  # the grace period of `gc` starts, also for one that was there
             records.sync_directory(self._layers)
-            return _layer_info(self._record(record.digest), self._refs.names_of(record.digest))
+            return _layer_info(self._record(digest), self._refs.names_of(digest))
+
+    def _give_data(self, directory: Path, record: LayerRecord) -> None:
+        target, there = self._directory(record.digest), self._record(record.digest)
+        same = (there.meta_sha256, there.data_sha256) == (record.meta_sha256, record.data_sha256)  # not another packing of the tree
+        if same and not (target / formats.DATA).exists():
+            os.rename(directory / formats.DATA, target / formats.DATA)
+            records.sync_directory(target)
+
+    def add_data(self, digest: str, path: Path) -> None:
+        """Make a finished file the data of a layer whose data was elsewhere. Its chunks must have been checked. Raises NotFound,
+        Internal."""
+        with self._locked(fcntl.LOCK_SH):
+            record = self._record(digest)
+            try:
+                formats.present(path, record.data_bytes)
+            except Missing as error:
+                raise _damaged(digest, str(error)) from None
+            _seal(path)
+            os.rename(path, self._directory(digest) / formats.DATA)
+            records.sync_directory(self._directory(digest))
 
     def name_layer(self, name: LayerName, digest: str) -> LayerInfo:
         """Let a complete name mean `digest`; it replaces what the name meant before. Raises NotFound."""
@@ -208,15 +300,25 @@ class ImageStore:
             for image in self._refs.images():
                 used.update(image.layers)
             horizon = self._clock() - grace_s
-            garbage: list[tuple[str, int]] = []
+            garbage: list[str] = []
             for directory in sorted(self._layers.iterdir()):
                 digest = formats.digest_of(directory)
                 if names.is_digest(digest) and digest not in used and directory.stat().st_mtime <= horizon:
-                    garbage.append((digest, sum(file.stat().st_blocks * 512 for file in directory.iterdir())))
+                    garbage.append(digest)
+            # What stays beside the layers must not outlive them, also after a crash between the two removals.
+            stray = [
+                path
+                for folder in (self.cache, self.traces)
+                for path in (sorted(folder.iterdir()) if folder.is_dir() else ())
+                if not (self._layers / path.name).exists() and formats.digest_of(path) not in used and path.stat().st_mtime <= horizon
+            ]
+            freed = sum(_disk_bytes(path) for digest in garbage for path in self._places(digest)) + sum(map(_disk_bytes, stray))
             if not dry_run:
-                for digest, _ in garbage:
+                for digest in garbage:
                     self._discard(digest)
-        return Collected(digests=tuple(digest for digest, _ in garbage), freed_bytes=sum(size for _, size in garbage), dry_run=dry_run)
+                for path in stray:
+                    self._remove_tree(path)
+        return Collected(digests=tuple(garbage), freed_bytes=freed, dry_run=dry_run)
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
@@ -251,12 +353,53 @@ class ImageStore:
         except NotFound as error:
             raise NotFound(error.message, field=field, data=error.data) from None
 
+    def _places(self, digest: str) -> tuple[Path, ...]:
+        """All that belongs to a layer, the layer itself first."""
+        name = formats.directory_name(digest)
+        return self._layers / name, self.cache / name, self.traces / name
+
     def _discard(self, digest: str) -> None:
+        self._records.pop(digest, None)
+        for path in self._places(digest):
+            self._remove_tree(path)
+
+    def _remove_tree(self, path: Path) -> None:
         # Out of sight first: a removal cut short leaves half a layer in tmp/, never in layers/.
         doomed = self._temporary / f"gc-{secrets.token_hex(8)}"
-        os.rename(self._directory(digest), doomed)
-        self._records.pop(digest, None)
+        try:
+            os.rename(path, doomed)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            if error.errno != errno.EXDEV:  # the cache may be a file system of its own
+                raise
+            doomed = path
         shutil.rmtree(doomed)
+
+    def _check_whole(self, digest: str) -> None:
+        """That a layer has its files, of the right sizes. Raises NotFound, Internal."""
+        directory, record = self._directory(digest), self._record(digest)
+        try:
+            formats.present(directory / formats.META, record.meta_bytes)
+            if record.chunks_sha256:
+                formats.read_table(directory, record)
+            if (directory / formats.DATA).exists() or not record.chunks_sha256 or origins.read(directory) is None:
+                formats.present(directory / formats.DATA, record.data_bytes)
+        except (Missing, Damaged) as error:
+            raise _damaged(digest, str(error)) from None
+
+    def _make_table(self, directory: Path, record: LayerRecord) -> LayerRecord:
+        with self.workspace() as (work, _):
+            # As published, but in a place of its own: two that do this at once make the same files.
+            os.symlink(directory / formats.DATA, work / formats.DATA)
+            record = formats.with_table(work, record)
+            _seal(work / formats.TABLE)
+            with self._locked(fcntl.LOCK_SH):
+                os.rename(work / formats.TABLE, directory / formats.TABLE)
+                records.sync_directory(directory)
+                records.write(directory / formats.RECORD, formats.MAGIC, formats.VERSION, record, temporary=self._temporary)
+        self._records[record.digest] = record
+        return record
 
     def _record(self, digest: str) -> LayerRecord:
         """Raises NotFound, Internal."""
@@ -306,6 +449,11 @@ def _layer_info(record: LayerRecord, of: Sequence[str]) -> LayerInfo:
         data_bytes=record.data_bytes,
         created_at=record.created_at,
     )
+
+
+def _disk_bytes(path: Path) -> int:
+    """What removing a directory would give back, about."""
+    return sum(Path(folder, name).lstat().st_blocks * 512 for folder, _, files in os.walk(path) for name in files)
 
 
 def _seal(path: Path) -> None:

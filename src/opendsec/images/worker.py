@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
 import signal
 import sys
@@ -30,10 +29,10 @@ import msgspec
 from opendsec.api.errors import ErrorBody, InvalidRequest, OpenDSecError, Unavailable
 from opendsec.api.images import BuildEvent, DebianSource, DirectorySource
 from opendsec.images import debian, directory, erofs, tree
-from opendsec.images.layers import DATA, META
+from opendsec.images.layers import DATA, describe
 from opendsec.kernel import abi, syscalls
 
-OUT = "out"  # the directory of `Job.work` where the two files lie at the end
+OUT = "out"  # the directory of `Job.work` where the files lie at the end
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +44,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Made(msgspec.Struct, frozen=True, kw_only=True):
-    """What lies in `OUT`."""
+    """What lies in `OUT`, the chunk table with it."""
 
     digest: str
     entries: int
@@ -53,6 +52,8 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
     data_bytes: int
     meta_sha256: str
     data_sha256: str
+    chunk_bytes: int
+    chunks_sha256: str
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -175,20 +176,17 @@ def _checked(out: Path) -> Made:
     data_bytes = (out / DATA).stat().st_size
     progress = _Progress("checking", data_bytes)
     digest = erofs.digest(out, progress.at)
-    meta_sha256, data_sha256 = (_sha256(out / name) for name in (META, DATA))
+    record = describe(out, digest=digest.digest, kind="base", created_at=0.0)  # the last two are for our caller to say
     return Made(
         digest=digest.digest,
         entries=digest.entries,
-        meta_bytes=(out / META).stat().st_size,
-        data_bytes=data_bytes,
-        meta_sha256=meta_sha256,
-        data_sha256=data_sha256,
+        meta_bytes=record.meta_bytes,
+        data_bytes=record.data_bytes,
+        meta_sha256=record.meta_sha256,
+        data_sha256=record.data_sha256,
+        chunk_bytes=record.chunk_bytes,
+        chunks_sha256=record.chunks_sha256,
     )
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class _Progress:
