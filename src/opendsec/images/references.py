@@ -25,6 +25,8 @@ class ImageRef(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[str, ...]  # digests, lowest first
     config: ImageConfig
     created_at: float
+    notes: tuple[str, ...] = ()  # what was left out when it came in
+    source: str = ""  # where it came from, without credentials
 
 
 class LayerNameRef(msgspec.Struct, frozen=True, kw_only=True):
