@@ -14,6 +14,7 @@ import typer
 if TYPE_CHECKING:
     import msgspec
 
+    from opendsec.api.images import Finding
     from opendsec.api.spec import Container
     from opendsec.client._core import CommandOptions
     from opendsec.client.aio import Client, Sandbox
@@ -31,6 +32,10 @@ Address = Annotated[
     typer.Option("--address", envvar="OPENDSEC_ADDRESS", metavar="URL", help="unix:/path, http://… or https://…; default: this machine."),
 ]
 Image = Annotated[str, typer.Argument(help="Name of an image; `dsec image ls` lists them.")]
+Token = Annotated[
+    str,
+    typer.Option("--token", envvar="OPENDSEC_REGISTRY_TOKEN", show_default=False, help="USER:PASSWORD or a bearer token of the registry."),
+]
 SandboxId = Annotated[str, typer.Argument(metavar="SANDBOX", help="Id of a sandbox; `dsec ls` lists them.")]
 
 # Options of a sandbox
@@ -113,6 +118,31 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def printable(text: str) -> str:
+    """What comes out of an image may be meant for the terminal: control characters as escapes."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
+def findings(found: Sequence[Finding], report: msgspec.Struct, *, json: bool) -> None:
+    """What a linter found, one line each."""
+    if json:
+        print_json(report)
+        return
+    for one in found:
+        print(f"{one.rule:<24} {printable(one.path)}: {printable(one.message)}")
+
+
+def local_reference(reference: str) -> str:
+    """A reference with a relative path made absolute: the edge has another working directory."""
+    import os
+
+    for transport in ("oci:", "docker-archive:"):
+        if reference.startswith(transport):
+            path, colon, rest = reference.removeprefix(transport).partition(":")
+            return f"{transport}{os.path.abspath(path)}{colon}{rest}" if path else reference
+    return reference
 
 
 def rich_table(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: bool = False) -> None:

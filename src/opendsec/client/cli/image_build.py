@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dsec image build`: a layer from a directory or from a Debian suite."""
+"""`dsec image build`: a layer from a directory or a Debian suite, an image from a Dockerfile."""
 
 from __future__ import annotations
 
@@ -26,6 +26,13 @@ class Variant(StrEnum):
 def build(
     name: Annotated[str, typer.Argument(help="Name of the image, or of the layer.")],
     directory: Annotated[str | None, typer.Option("--from", "-f", metavar="DIR", help="Take this directory of the edge's machine.")] = None,
+    context: Annotated[
+        str | None, typer.Option("--dockerfile", "-d", metavar="DIR", help="Build the Dockerfile of this directory, its context.")
+    ] = None,
+    file: Annotated[str | None, typer.Option("--file", metavar="FILE", help="The Dockerfile, if it lies elsewhere.")] = None,
+    target: Annotated[str, typer.Option("--target", help="Stage of the Dockerfile to build; default: the last.")] = "",
+    build_arg: Annotated[list[str] | None, typer.Option("--build-arg", help="NAME=VALUE for an ARG; repeat for more.")] = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Run every step of the Dockerfile again.")] = False,
     debian: Annotated[bool, typer.Option("--debian", help="Install Debian with mmdebstrap and this machine's apt sources.")] = False,
     suite: Annotated[str, typer.Option("--suite", help="Debian suite; default: the machine's own.")] = "",
     package: Annotated[list[str] | None, typer.Option("--package", "-p", help="Debian package; repeat for more.")] = None,
@@ -46,23 +53,29 @@ def build(
     """Build a layer and give it a name."""
     import os
 
-    from opendsec.api.images import BuildEvent, DebianSource, DirectorySource, ImageConfig, ImageInfo, LayerInfo
+    from opendsec.api.images import DebianSource, DirectorySource, DockerfileSource, ImageConfig, ImageInfo, LayerInfo
     from opendsec.api.units import format_bytes
-    from opendsec.client.cli.progress import steps
+    from opendsec.client.cli.progress import work
 
-    async def work() -> ImageInfo | LayerInfo:
-        def progress(event: BuildEvent) -> None:
-            if event.kind != "failed":  # the error itself says the same
-                tell(event.message, event.done, event.total)
-
-        if (directory is None) == (not debian):
-            c.refuse("give exactly one of --from and --debian", "source")
-        source: DirectorySource | DebianSource = DebianSource(suite=suite, packages=tuple(package or ()), variant=variant.value)
+    async def building() -> ImageInfo | LayerInfo:
+        if (directory is not None) + debian + (context is not None) != 1:
+            c.refuse("give exactly one of --from, --debian and --dockerfile", "source")
+        source: DirectorySource | DebianSource | DockerfileSource = DebianSource(
+            suite=suite, packages=tuple(package or ()), variant=variant.value
+        )
         if directory is not None:
             source = DirectorySource(path=os.path.abspath(directory), prefix=prefix, owner="keep" if keep_owners else "root")
+        if context is not None:
+            source = DockerfileSource(
+                context=os.path.abspath(context),
+                dockerfile=_text(file) if file is not None else "",
+                target=target,
+                args=c.pairs(build_arg, "args"),
+                no_cache=no_cache,
+            )
         config = ImageConfig(env=c.environment(env), user=user, workdir=workdir)
         async with c.connect(address) as client:
-            with steps(f"building {name}", quiet=json) as tell:
+            with work(f"building {name}", quiet=json) as tell:
                 return await client.images.build(
                     name,
                     source,
@@ -70,13 +83,21 @@ def build(
                     version=version,
                     config=config,
                     exclude=exclude or (),
-                    progress=progress,
+                    progress=tell,
                 )
 
-    made = c.execute(work(), json=json)
+    made = c.execute(building(), json=json)
     if json:
         c.print_json(made)
     elif isinstance(made, ImageInfo):
         print(f"image {made.name}: {len(made.layers)} layers, {format_bytes(made.size_bytes)}")
     else:
         print(f"layer {', '.join(made.names)}: {made.digest}, {format_bytes(made.meta_bytes + made.data_bytes)}")
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        c.refuse(f"cannot be read: {error}", "file")

@@ -12,16 +12,19 @@ from opendsec.client.cli import common as c
 
 def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only say what would go.")] = False,
+    grace: Annotated[
+        float | None, typer.Option("--grace", help="Seconds since the layer came that it is kept in any case; an hour.")
+    ] = None,
     json: c.Json = False,
     address: c.Address = None,
 ) -> None:
-    """Remove layers that no name and no sandbox uses, and that were built more than an hour ago."""
+    """Remove layers that no name and no sandbox uses, and whose grace period is over."""
     from opendsec.api.images import Collected
     from opendsec.api.units import format_bytes
 
     async def work() -> Collected:
         async with c.connect(address) as client:
-            return await client.images.gc(dry_run=dry_run)
+            return await client.images.gc(dry_run=dry_run, grace_s=grace)
 
     done = c.execute(work(), json=json)
     if json:

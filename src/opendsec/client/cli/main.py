@@ -25,16 +25,26 @@ COMMANDS = (
     ("ls", "ls", "ls"),
     ("logs", "logs", "logs"),
     ("kill", "kill", "kill"),
+    ("pack", "pack", "pack"),
     ("image.build", "image_build", "build"),
+    ("image.pull", "image_pull", "pull"),
+    ("image.push", "image_push", "push"),
     ("image.ls", "image_ls", "ls"),
+    ("image.inspect", "image_inspect", "inspect"),
+    ("image.diff", "image_diff", "diff"),
+    ("image.lint", "image_lint", "lint"),
+    ("image.verify", "image_verify", "verify"),
+    ("image.warm", "image_warm", "warm"),
+    ("image.trace", "image_trace", "trace"),
+    ("image.compose", "image_compose", "compose"),
     ("image.rm", "image_rm", "rm"),
     ("image.gc", "image_gc", "gc"),
-    ("image.compose", "image_compose", "compose"),
+    ("image.stores", "image_stores", "stores"),
     ("rollout", "rollout", "rollout"),
     ("bench", "bench", "bench"),
 )
 GROUPS = {"image": "Images and layers: what sandboxes are made of."}
-PASS_THROUGH = {"run", "exec", "shell", "up", "bench"}  # what follows their first argument belongs to another program
+PASS_THROUGH = {"run", "exec", "shell", "up", "bench", "image.trace"}  # what follows their first argument belongs to another program
 FAILED, INTERRUPTED = 125, 130
 
 HELP = """Throw-away computers for AI agents.

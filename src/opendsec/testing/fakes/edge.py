@@ -50,7 +50,7 @@ class FakeEdge:
         self.edge_id = new_id(EDGE)
         self.boxes: dict[str, FakeBox] = {}
         self.gone: dict[str, s.SandboxInfo] = {}
-        self.images = ImageRoutes(images)
+        self.images = ImageRoutes(images, self._box)
         self.requests: list[str] = []  # names of the routes that were called, in order
         self.failures: list[tuple[str, OpenDSecError]] = []  # what the next calls of a route raise instead of doing their work
         self._draining = False
