@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,13 +17,25 @@ import msgspec
 
 from opendsec.api import spec
 from opendsec.api.errors import Denied, Internal, InvalidRequest, OpenDSecError, Unsupported, from_body
-from opendsec.api.images import BuildEvent, BuildRequest, DebianSource, DirectorySource, ImageConfig, ImageInfo, LayerInfo
+from opendsec.api.images import (
+    BuildEvent,
+    BuildRequest,
+    DebianSource,
+    DirectorySource,
+    Finding,
+    ImageConfig,
+    ImageInfo,
+    LayerInfo,
+    LayerKind,
+)
 from opendsec.images import debian, names
 from opendsec.images.layers import LayerRecord
 from opendsec.images.names import LayerName
 from opendsec.images.store import ImageStore
+from opendsec.images.upper import UpperSource
 from opendsec.images.worker import OUT, Job, Line, Made
 
+Source = DirectorySource | DebianSource | UpperSource
 T = TypeVar("T")
 
 _LINE_BYTES = 1 << 20
@@ -79,15 +91,8 @@ async def build(
     """
     name = check(request, allow_host_paths=allow_host_paths)
     assert isinstance(request.source, DirectorySource | DebianSource)
-    workspace = contextlib.ExitStack()
-    try:
-        work, held = workspace.enter_context(store.workspace())
-        job = Job(source=request.source, exclude=request.exclude, work=os.fspath(work), store=os.fspath(store.root), parent=os.getpid())
-        made = await _work(job, held, progress)
-        progress(BuildEvent(kind="step", message="publishing"))
-        result = await _to_the_end(asyncio.to_thread(_publish, store, request, name, work / OUT, made))
-    finally:
-        await _to_the_end(asyncio.to_thread(workspace.close))
+    made = await make_layer(store, request.source, request.kind, exclude=request.exclude, progress=progress)
+    result = await _to_the_end(asyncio.to_thread(_name, store, request, name, made.digest))
     if isinstance(result, ImageInfo):
         progress(BuildEvent(kind="done", message=result.name, image=result))
     else:
@@ -95,10 +100,37 @@ async def build(
     return result
 
 
-def _publish(store: ImageStore, request: BuildRequest, name: LayerName, out: Path, made: Made) -> ImageInfo | LayerInfo:
+def _name(store: ImageStore, request: BuildRequest, name: LayerName, digest: str) -> ImageInfo | LayerInfo:
+    layer = store.name_layer(name, digest)
+    return store.name_image(request.name, [digest], request.config) if request.kind == "base" else layer
+
+
+async def make_layer(
+    store: ImageStore,
+    source: Source,
+    kind: LayerKind,
+    *,
+    exclude: Sequence[str] = (),
+    progress: Callable[[BuildEvent], None] = lambda event: None,
+    found: Callable[[Finding], None] = lambda finding: None,
+) -> LayerInfo:
+    """Make and publish a layer, without a name: within the store's grace period somebody has to give it one. Raises and may be cancelled
+    as `build`. `found` hears what was scrubbed."""
+    workspace = contextlib.ExitStack()
+    try:
+        work, held = workspace.enter_context(store.workspace())
+        job = Job(source=source, exclude=tuple(exclude), work=os.fspath(work), store=os.fspath(store.root), parent=os.getpid())
+        made = await _work(job, held, progress, found)
+        progress(BuildEvent(kind="step", message="publishing"))
+        return await _to_the_end(asyncio.to_thread(_publish, store, kind, work / OUT, made))
+    finally:
+        await _to_the_end(asyncio.to_thread(workspace.close))
+
+
+def _publish(store: ImageStore, kind: LayerKind, out: Path, made: Made) -> LayerInfo:
     record = LayerRecord(
         digest=made.digest,
-        kind=request.kind,
+        kind=kind,
         meta_bytes=made.meta_bytes,
         data_bytes=made.data_bytes,
         meta_sha256=made.meta_sha256,
@@ -107,12 +139,10 @@ def _publish(store: ImageStore, request: BuildRequest, name: LayerName, out: Pat
         chunk_bytes=made.chunk_bytes,
         chunks_sha256=made.chunks_sha256,
     )
-    store.publish(out, record)
-    layer = store.name_layer(name, made.digest)
-    return store.name_image(request.name, [made.digest], request.config) if request.kind == "base" else layer
+    return store.publish(out, record)
 
 
-async def _work(job: Job, held: int, progress: Callable[[BuildEvent], None]) -> Made:
+async def _work(job: Job, held: int, progress: Callable[[BuildEvent], None], found: Callable[[Finding], None]) -> Made:
     """Run the worker to its end, whatever that is; nothing of it runs when this returns or raises."""
     environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
     process = await asyncio.create_subprocess_exec(
@@ -143,6 +173,8 @@ async def _work(job: Job, held: int, progress: Callable[[BuildEvent], None]) -> 
             line = msgspec.json.decode(raw, type=Line)
             if line.event is not None:
                 progress(line.event)
+            if line.found is not None:
+                found(line.found)
             made = line.made or made
             if line.error is not None:
                 error = from_body(line.error)

@@ -27,16 +27,17 @@ from typing import Literal
 import msgspec
 
 from opendsec.api.errors import ErrorBody, InvalidRequest, OpenDSecError, Unavailable
-from opendsec.api.images import BuildEvent, DebianSource, DirectorySource
-from opendsec.images import debian, directory, erofs, tree
+from opendsec.api.images import BuildEvent, DebianSource, DirectorySource, Finding
+from opendsec.images import debian, directory, erofs, tree, upper
 from opendsec.images.layers import DATA, describe
+from opendsec.images.upper import UpperSource
 from opendsec.kernel import abi, syscalls
 
 OUT = "out"  # the directory of `Job.work` where the files lie at the end
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    source: DirectorySource | DebianSource
+    source: DirectorySource | DebianSource | UpperSource
     exclude: tuple[str, ...]
     work: str  # an empty directory; the store it belongs to lies above
     store: str
@@ -58,6 +59,7 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     event: BuildEvent | None = None
+    found: Finding | None = None
     made: Made | None = None
     error: ErrorBody | None = None
 
@@ -126,6 +128,12 @@ def _make(job: Job) -> Made:
     work = Path(job.work)
     out = work / OUT
     out.mkdir(mode=0o755)
+    if isinstance(job.source, UpperSource):
+        _event("step", "reading what was written")
+        upper.prepare(job.source, log=lambda text: _event("log", text), found=lambda finding: _say(Line(found=finding)))
+        _event("step", "packing")
+        erofs.pack(upper.stage(job.source, work), out, all_root=False)
+        return _checked(out)
     if isinstance(job.source, DebianSource):
         _event("step", "installing the packages")
         root = work / "root"

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -169,6 +170,23 @@ class Watch(Protocol):
     def close(self) -> None: ...
 
 
+class DiskSnapshot(Protocol):
+    """What a sandbox had written at one moment, as a directory of the host that is ours to change (see `scratch.Snapshot`)."""
+
+    @property
+    def upper(self) -> Path: ...
+    @property
+    def aside(self) -> Path: ...
+    @property
+    def uid_base(self) -> int: ...
+    @property
+    def frozen_ms(self) -> float:
+        """How long the sandbox stood still for it."""
+
+    async def release(self) -> None:
+        """Remove it; may be repeated."""
+
+
 class Handle(Protocol):
     """A living sandbox."""
 
@@ -197,6 +215,17 @@ class Handle(Protocol):
     def usage(self) -> Usage: ...
     def processes(self) -> int:
         """How many processes run inside besides PID 1."""
+
+    async def freeze(self) -> None:
+        """Stop all processes; returns when they stand still. Freezing twice is freezing once. What an edge that dies leaves frozen, the
+        next one thaws when it adopts the sandbox. Raises SandboxLost, Unavailable (then they run)."""
+
+    async def thaw(self) -> None:
+        """Let them run again; may be repeated."""
+
+    async def snapshot_disk(self) -> DiskSnapshot:
+        """Copy what the sandbox has written, while it stands still; it runs again when this returns or raises. Not changes that the
+        edge itself makes at that moment (file transfers): they are in it or not. Raises SandboxLost, Unavailable, Unsupported."""
 
     async def destroy(self) -> None:
         """Kill everything and release everything; may be repeated."""

@@ -258,6 +258,7 @@ class ContainerBackend:
             raise SandboxLost("its first process is gone") from error
         self._users.update(record.layers)
         handle = ContainerHandle(self, record, pidfd)
+        await handle.thaw()  # an edge that died while the sandbox stood still leaves it so
         await handle.end_commands(cut)
         return handle
 

@@ -14,8 +14,10 @@ from opendsec.api.ids import SESSION
 from opendsec.api.sandboxes import Usage
 from opendsec.kernel import cgroups, procfs, syscalls
 from opendsec.kernel.signals import signal_listed
-from opendsec.runtime.backend import Counters, ExecPlan, Exit, FileAccess, Record, Running
+from opendsec.runtime.backend import Counters, DiskSnapshot, ExecPlan, Exit, FileAccess, Record, Running
+from opendsec.runtime.container import still
 from opendsec.runtime.container.plan import exec_plan, group_name
+from opendsec.runtime.container.still import to_the_end
 from opendsec.runtime.files import SandboxFiles
 from opendsec.runtime.spawn import Spawner, SpawnError
 
@@ -38,6 +40,7 @@ class ContainerHandle:
         self.died: asyncio.Future[str] = self._loop.create_future()
         self.group = backend.hierarchies.group(group_name(backend.edge_id, record.sandbox_id))
         self._files = SandboxFiles(self.open_root, record.uid_base)
+        self._still = asyncio.Lock()  # one at a time freezes, copies and thaws
         self._abandoned: set[asyncio.Task[None]] = set()
         self._emptying: dict[str, cgroups.Group] = {}  # of ended commands whose children live on
         self._loop.add_reader(pidfd, self._on_death)
@@ -183,6 +186,28 @@ class ContainerHandle:
             return max(len(self.group.procs()) - 1, 0)
         except OSError:
             return 0
+
+    # --- standing still -----------------------------------------------------------------------------------------------
+
+    async def freeze(self) -> None:
+        self._check_alive()
+        async with self._still:
+            await to_the_end(asyncio.to_thread(still.freeze, self.group, self.record.limits))
+
+    async def thaw(self) -> None:
+        async with self._still:
+            await to_the_end(asyncio.to_thread(still.thaw, self.group, self.record.limits))
+
+    async def snapshot_disk(self) -> DiskSnapshot:
+        self._check_alive()
+        async with self._still:
+            taking = asyncio.ensure_future(asyncio.to_thread(still.snapshot_disk, self.group, self._backend.scratch, self.record))
+            try:
+                return await to_the_end(taking)
+            except asyncio.CancelledError:
+                if taking.exception() is None:
+                    await taking.result().release()
+                raise
 
     # --- end -------------------------------------------------------------------------------------------------------
 

@@ -40,6 +40,16 @@ class ScratchPlan(msgspec.Struct, frozen=True, kw_only=True):
         return ["dir", os.fsencode(self.upper), os.fsencode(self.work)]
 
 
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A copy of what a sandbox has written: the overlay's upper directory as it was at one moment, ours to change, and an empty directory
+    `aside` of the same file system. `uid_base`: the host's id that is root inside (0: the copy is not shifted)."""
+
+    ref: str
+    upper: Path
+    aside: Path
+    uid_base: int
+
+
 class ScratchDriver(Protocol):
     """`take`, then `follow` once the sandbox lives (or lives still, for another edge process), then `remove`. The reference is the
     sandbox's id. Methods that are not async never block for longer than a file system call."""
@@ -75,6 +85,16 @@ class ScratchDriver(Protocol):
 
     async def remove(self, sandbox_id: str) -> None:
         """Give it back, with all in it; may be repeated. The sandbox's processes have ended."""
+
+    def prepare_snapshot(self, sandbox_id: str) -> None:
+        """Do beforehand what `snapshot` would have to wait for, while the sandbox runs. Blocks, perhaps for seconds."""
+
+    def snapshot(self, sandbox_id: str, uid_base: int, limits: Limits) -> Snapshot:
+        """Copy what the sandbox has written. It stands still, so this is quick or refuses. Blocks. Raises Unsupported, Unavailable,
+        SandboxLost."""
+
+    def drop_snapshot(self, snapshot: Snapshot) -> None:
+        """Remove it; may be repeated. Those that a dead edge left are removed by `start`. Blocks."""
 
     def list(self) -> Sequence[str]:
         """Sandboxes that have scratch here, half-made ones too, whoever took it."""

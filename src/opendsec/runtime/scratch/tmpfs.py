@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from opendsec.api.errors import SandboxLost, Unavailable
+from opendsec.api.errors import SandboxLost, Unavailable, Unsupported
 from opendsec.api.spec import Limits
-from opendsec.runtime.scratch.driver import BASE_INODES, OpenRoot, ScratchPlan
+from opendsec.runtime.scratch.driver import BASE_INODES, OpenRoot, ScratchPlan, Snapshot
 
 _BASE_INODES = BASE_INODES + 1
 """tmpfs lets extended attributes count as inodes, and overlay sets one on `upper`."""
@@ -65,6 +65,15 @@ class TmpfsScratch:
 
     async def remove(self, sandbox_id: str) -> None:
         self._roots.pop(sandbox_id, None)
+
+    def prepare_snapshot(self, sandbox_id: str) -> None:
+        raise Unsupported("what a sandbox writes is in memory here, where no other process reaches it: it takes a btrfs scratch pool")
+
+    def snapshot(self, sandbox_id: str, uid_base: int, limits: Limits) -> Snapshot:
+        raise AssertionError("refused before")
+
+    def drop_snapshot(self, snapshot: Snapshot) -> None:
+        """There is none."""
 
     def list(self) -> Sequence[str]:
         return ()

@@ -1,0 +1,425 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The writable directory of an overlay, made ready for packing as a layer.
+
+It is a copy that nobody but us writes any more (a snapshot), but all in it was made by a hostile sandbox. So it is walked by descriptor
+and no link is followed. What a sandbox's upper holds beyond plain files, and what becomes of it:
+
+    shifted ids             read through an id-mapped mount; an id that is not the sandbox's own becomes root
+    whiteouts               kept, as whiteouts of one form each (overlay links many names to one inode, as it happens)
+    opaque directories      kept: they hide what is below, in whatever the layer is put on
+    redirected directories  a renamed directory of a lower layer is an empty one that points there. A layer may be put on other layers,
+                            where the pointer would lead elsewhere: so the directory is filled from the merged view and made opaque
+    other overlay marks     dropped: they speak of the very mounts that the overlay had. Also `user.overlay.*`, which anybody inside can
+                            set and other mounts would believe
+    file capabilities       of the sandbox's root become those of the layer's (the id-mapped mount translates)
+    sockets, devices        dropped
+    holes                   read as zeros; so what all files seem to hold is bounded by what the sandbox's disk could hold
+
+Scrubbing is done on the way (see `scrub`). Compiled Python gets the layer's time (see `pyc`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from opendsec.api.errors import InvalidRequest, QuotaExceeded, Unsupported
+from opendsec.api.images import Finding
+from opendsec.images import pyc, tree
+from opendsec.images.directory import MAX_ID
+from opendsec.images.erofs import TIMESTAMP
+from opendsec.images.scrub import Matcher, Rule, Scrub
+from opendsec.kernel import abi, mounts, namespaces, procfs, syscalls
+
+OPAQUE, REDIRECT, METACOPY = "trusted.overlay.opaque", "trusted.overlay.redirect", "trusted.overlay.metacopy"
+CAPABILITY = "security.capability"
+_KEPT = frozenset((CAPABILITY, "system.posix_acl_access", "system.posix_acl_default"))  # besides OPAQUE and `user.*`
+MOST_FINDINGS = 2000
+_READABLE_PATH = 1000
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class UpperSource(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="upper"):
+    """A directory that is ours to change, with an empty directory `aside` of the same file system beside it."""
+
+    path: str
+    aside: str
+    uid_base: int  # the host's id of root inside; 0 = not shifted
+    lower: tuple[tuple[str, str], ...] = ()  # metadata and data file of each layer below, lowest first
+    max_bytes: int = 1 << 50  # of all files, holes included
+    scrub: Scrub | None = None
+
+
+class Overview(NamedTuple):
+    entries: int
+    scrubbed_bytes: int
+
+
+def prepare(source: UpperSource, *, log: Callable[[str], None], found: Callable[[Finding], None]) -> Overview:
+    """Make the directory what the layer will hold, but for the shifted ids. Raises QuotaExceeded, Unsupported, TooDeep, OSError."""
+    with contextlib.ExitStack() as stack:
+        root = os.open(source.path, _DIRECTORY)
+        stack.callback(os.close, root)
+        aside = os.open(source.aside, _DIRECTORY)
+        stack.callback(os.close, aside)
+        work = _Work(source, root, aside, log, found)
+        try:
+            work.follow_redirects()
+            work.clean()
+            return Overview(work.entries, work.scrubbed_bytes)
+        finally:
+            work.close()
+
+
+def stage(source: UpperSource, work: Path) -> Path:
+    """A read-only view of the prepared directory with the ids as inside, attached in `work`, in the caller's own mount namespace."""
+    top = work / "stage"
+    top.mkdir(mode=0o755)
+    plain = os.open(source.path, _DIRECTORY)
+    try:
+        view = _shifted_back(plain, source.uid_base)
+    finally:
+        os.close(plain)
+    try:
+        mounts.attach(view, abi.AT_FDCWD, top)
+    finally:
+        os.close(view)
+    return top
+
+
+def _shifted_back(directory: int, uid_base: int) -> int:
+    """A detached read-only mount of a directory, whose ids from `uid_base` on show from 0 on."""
+    attrs = abi.MOUNT_ATTR_NOSYMFOLLOW | abi.MOUNT_ATTR_NODEV | abi.MOUNT_ATTR_NOSUID
+    view = mounts.bind_readonly(directory, b"", attrs=attrs)
+    if uid_base == 0:
+        return view
+    try:
+        namespace = namespaces.user_namespace([(uid_base, 0, MAX_ID + 1)])
+        try:
+            syscalls.mount_setattr(view, b"", abi.AT_EMPTY_PATH, userns_fd=namespace)
+        finally:
+            os.close(namespace)
+        return view
+    except BaseException:
+        os.close(view)
+        raise
+
+
+class _Work:
+    def __init__(self, source: UpperSource, root: int, aside: int, log: Callable[[str], None], found: Callable[[Finding], None]) -> None:
+        self.source, self.root, self.aside, self.log, self.found = source, root, aside, log, found
+        self.matcher = None if source.scrub is None else Matcher(source.scrub)
+        self.entries = self.bytes = self.scrubbed_bytes = self._findings = self._moved = 0
+        self._sized: set[int] = set()  # inodes with several names
+        self._lower = -1
+
+    def close(self) -> None:
+        if self._lower >= 0:
+            os.close(self._lower)
+
+    def folder(self, path: bytes) -> int:
+        if len(path) > 3800:  # with a name it must stay a path that the kernel takes
+            raise tree.TooDeep(os.fsdecode(path[:200]))
+        return syscalls.openat2(self.root, path or b".", _DIRECTORY, resolve=abi.RESOLVE_NO_SYMLINKS | abi.RESOLVE_BENEATH)
+
+    # --- redirected directories --------------------------------------------------------------------------------------
+
+    def follow_redirects(self) -> None:
+        redirected = list(self._redirected())
+        if not redirected:
+            return
+        copies = []
+        view = self._merged_view()
+        try:
+            for path in redirected:
+                copies.append((path, self._copied(view, path)))
+        finally:
+            os.close(view)
+        for path, name in copies:  # only now: what an overlay shows must not change beneath it
+            old = self._away_name()
+            os.rename(path, old, src_dir_fd=self.root, dst_dir_fd=self.aside)
+            os.rename(name, path, src_dir_fd=self.aside, dst_dir_fd=self.root)
+            self.log(f"copied the renamed directory {os.fsdecode(path)!r}")
+
+    def _redirected(self) -> Iterator[bytes]:
+        """Topmost ones: what is in one is seen through the merged view."""
+        pending = [b""]
+        while pending:
+            path = pending.pop()
+            fd = self.folder(path)
+            try:
+                if path and REDIRECT in os.listxattr(fd):
+                    yield path
+                    continue
+                with os.scandir(fd) as entries:
+                    names = [os.fsencode(entry.name) for entry in entries if entry.is_dir(follow_symlinks=False)]
+            finally:
+                os.close(fd)
+            pending += [path + b"/" + name if path else name for name in names]
+
+    def _merged_view(self) -> int:
+        """As the sandbox saw it, ids as inside."""
+        if not self.source.lower:
+            raise Unsupported("a renamed directory cannot be packed without the layers below")
+        held: list[int] = []
+        try:
+            held.append(_shifted_back(self.root, self.source.uid_base))
+            held += [mounts.mount_erofs(meta, data) for meta, data in reversed(self.source.lower)]
+            options = {"redirect_dir": "follow", "metacopy": "off", "index": "off"}
+            return mounts.overlay(held, None, None, attrs=abi.MOUNT_ATTR_NOSYMFOLLOW, options=options)
+        finally:
+            for fd in held:
+                os.close(fd)
+
+    def _copied(self, view: int, path: bytes) -> bytes:
+        """The name beside the directory of a whole copy of `path`, shifted and opaque."""
+        name = self._away_name()
+        inodes: dict[tuple[int, int], bytes] = {}
+        pending = [(path, name)]
+        while pending:
+            source_path, target_path = pending.pop()
+            source = syscalls.openat2(view, source_path, _DIRECTORY, resolve=abi.RESOLVE_NO_SYMLINKS | abi.RESOLVE_BENEATH)
+            try:
+                os.mkdir(target_path, 0o700, dir_fd=self.aside)
+                for entry in sorted(map(os.fsencode, os.listdir(source))):
+                    status = os.stat(entry, dir_fd=source, follow_symlinks=False)
+                    below = target_path + b"/" + entry
+                    if stat.S_ISDIR(status.st_mode):
+                        pending.append((source_path + b"/" + entry, below))
+                        continue
+                    first = inodes.setdefault((status.st_dev, status.st_ino), below)
+                    if first != below:
+                        os.link(first, below, src_dir_fd=self.aside, dst_dir_fd=self.aside, follow_symlinks=False)
+                    else:
+                        self._copy_entry(source, entry, status, below)
+                self._dress(_in(source, b"."), os.fstat(source), target_path)
+            finally:
+                os.close(source)
+        os.setxattr(_in(self.aside, name), OPAQUE, b"y", follow_symlinks=False)
+        return name
+
+    def _copy_entry(self, source: int, name: bytes, status: os.stat_result, target: bytes) -> None:
+        kind = stat.S_IFMT(status.st_mode)
+        if kind == stat.S_IFREG:
+            self._count(status)
+            reading = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=source)
+            try:
+                writing = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self.aside)
+                try:
+                    while os.sendfile(writing, reading, None, 1 << 24):
+                        pass
+                finally:
+                    os.close(writing)
+            finally:
+                os.close(reading)
+        elif kind == stat.S_IFLNK:
+            os.symlink(os.readlink(name, dir_fd=source), target, dir_fd=self.aside)
+        elif kind == stat.S_IFIFO:
+            os.mkfifo(target, 0o600, dir_fd=self.aside)
+        else:
+            return
+        self._dress(_in(source, name), status, target)
+
+    def _dress(self, source: bytes, status: os.stat_result, target: bytes) -> None:
+        """Owner (shifted), mode and attributes. The times are none of a layer's."""
+        base, path = self.source.uid_base, _in(self.aside, target)
+        os.chown(path, base + status.st_uid, base + status.st_gid, follow_symlinks=False)
+        if not stat.S_ISLNK(status.st_mode):
+            os.chmod(path, stat.S_IMODE(status.st_mode))
+        for attribute in os.listxattr(source, follow_symlinks=False):
+            # A capability is one of the sandbox's root, and would have to be shifted to be shifted back: as it is, it stays as it is.
+            if attribute == CAPABILITY or (attribute.startswith("user.") and not attribute.startswith("user.overlay.")):
+                os.setxattr(path, attribute, os.getxattr(source, attribute, follow_symlinks=False), follow_symlinks=False)
+
+    # --- everything else ----------------------------------------------------------------------------------------------
+
+    def clean(self) -> None:
+        """Depth first, by name."""
+        pending: list[tuple[bytes, Rule | None]] = [(b"", None)]
+        emptied: list[bytes] = []
+        while pending:
+            path, covering = pending.pop()
+            fd = self.folder(path)
+            try:
+                self._attributes(_in(fd, b"."), os.fstat(fd))
+                self.entries += 1
+                for name in sorted(map(os.fsencode, os.listdir(fd)), reverse=True):
+                    below = path + b"/" + name if path else name
+                    status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                    rule = self._scrubbed(below, name, status, fd, covering)
+                    if rule is not None and not (stat.S_ISDIR(status.st_mode) and self._piecewise()):
+                        self._take_away(below, status, rule)
+                    elif stat.S_ISDIR(status.st_mode):
+                        pending.append((below, rule))
+                        if rule is not None:
+                            emptied.append(below)
+                    else:
+                        self._entry(fd, name, below, status)
+                if path.rpartition(b"/")[2] == pyc.CACHE_DIRECTORY:
+                    self._compiled(path, fd)
+            finally:
+                os.close(fd)
+        for path in reversed(emptied):
+            with contextlib.suppress(OSError):  # something in it is kept
+                os.rmdir(path, dir_fd=self.root)
+
+    def _piecewise(self) -> bool:
+        return self.matcher is not None and self.matcher.keeps
+
+    def _entry(self, fd: int, name: bytes, path: bytes, status: os.stat_result) -> None:
+        kind = stat.S_IFMT(status.st_mode)
+        if kind == stat.S_IFCHR and status.st_rdev == 0:
+            self._whiteout(fd, name, status)
+        elif kind in (stat.S_IFCHR, stat.S_IFBLK, stat.S_IFSOCK):
+            self.log(f"left out {'a socket' if kind == stat.S_IFSOCK else 'a device'}: {os.fsdecode(path)!r}")
+            os.unlink(name, dir_fd=fd)
+            return
+        else:
+            if kind == stat.S_IFREG:
+                self._count(status)
+            self._attributes(_in(fd, name), status)
+        self.entries += 1
+
+    def _count(self, status: os.stat_result) -> None:
+        if status.st_nlink > 1:
+            if status.st_ino in self._sized:
+                return
+            self._sized.add(status.st_ino)
+        self.bytes += status.st_size
+        if self.bytes > self.source.max_bytes:
+            raise QuotaExceeded(f"its files are sparse: with their holes they hold more than the {self.source.max_bytes} bytes of a layer")
+
+    def _whiteout(self, fd: int, name: bytes, status: os.stat_result) -> None:
+        if status.st_nlink > 1:
+            os.unlink(name, dir_fd=fd)
+            os.mknod(name, stat.S_IFCHR, 0, dir_fd=fd)
+        os.chown(name, self.source.uid_base, self.source.uid_base, dir_fd=fd, follow_symlinks=False)
+        os.chmod(name, 0, dir_fd=fd)
+
+    def _attributes(self, path: bytes, status: os.stat_result) -> None:
+        base = self.source.uid_base
+        owner = (_own(status.st_uid, base), _own(status.st_gid, base))
+        if owner != (status.st_uid, status.st_gid):
+            os.chown(path, *owner, follow_symlinks=False)
+        for name in os.listxattr(path, follow_symlinks=False):
+            if name == METACOPY:
+                raise Unsupported("a file has no content of its own: the overlay was mounted with metacopy")
+            if not self._stays(path, name, status):
+                os.removexattr(path, name, follow_symlinks=False)
+
+    def _stays(self, path: bytes, name: str, status: os.stat_result) -> bool:
+        if name == OPAQUE:
+            return stat.S_ISDIR(status.st_mode) and os.getxattr(path, name, follow_symlinks=False) == b"y"
+        return name in _KEPT or (name.startswith("user.") and not name.startswith("user.overlay."))
+
+    def _compiled(self, path: bytes, fd: int) -> None:
+        for name in sorted(map(os.fsencode, os.listdir(fd))):
+            beginning = pyc.normalised(self.root, path.rpartition(b"/")[0], fd, name, timestamp=TIMESTAMP)
+            if beginning is not None:
+                target = os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+                try:
+                    os.pwrite(target, beginning, 0)
+                finally:
+                    os.close(target)
+
+    # --- scrubbing ---------------------------------------------------------------------------------------------------
+
+    def _scrubbed(self, path: bytes, name: bytes, status: os.stat_result, fd: int, covering: Rule | None) -> Rule | None:
+        if self.matcher is None or (stat.S_ISCHR(status.st_mode) and status.st_rdev == 0):
+            return None
+        if covering is not None:
+            return None if self.matcher.kept(b"/" + path) else covering
+        return self.matcher.rule(b"/" + path, status, fd)
+
+    def _take_away(self, path: bytes, status: os.stat_result, rule: Rule) -> None:
+        """By renaming, whatever its size and depth: it goes with the snapshot."""
+        opaque = stat.S_ISDIR(status.st_mode) and self._is_opaque(path)
+        name = self._away_name()
+        os.rename(path, name, src_dir_fd=self.root, dst_dir_fd=self.aside)
+        if opaque and self._below_has(path):  # the sandbox had removed what is below, before it made this one
+            os.mknod(path, stat.S_IFCHR, 0, dir_fd=self.root)
+            os.chown(path, self.source.uid_base, self.source.uid_base, dir_fd=self.root, follow_symlinks=False)
+        size = self._size(name, status)
+        self.scrubbed_bytes += size
+        self._findings += 1
+        if self._findings <= MOST_FINDINGS:
+            shown = "/" + path[:_READABLE_PATH].decode(errors="backslashreplace")
+            self.found(Finding(rule=rule.name, path=shown, message=rule.reason, bytes=size))
+        elif self._findings == MOST_FINDINGS + 1:
+            self.found(Finding(rule="scrub.more", path="/", message=f"more than {MOST_FINDINGS} paths; the others are not listed"))
+
+    def _is_opaque(self, path: bytes) -> bool:
+        try:
+            return os.getxattr(_in(self.root, path), OPAQUE, follow_symlinks=False) == b"y"
+        except OSError:
+            return False
+
+    def _below_has(self, path: bytes) -> bool:
+        if not self.source.lower:
+            return False
+        if self._lower < 0:
+            held = [mounts.mount_erofs(meta, data) for meta, data in reversed(self.source.lower)]
+            try:
+                self._lower = os.dup(held[0]) if len(held) == 1 else mounts.overlay(held, None, None)
+            finally:
+                for fd in held:
+                    os.close(fd)
+        try:
+            os.close(syscalls.openat2(self._lower, path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, resolve=abi.RESOLVE_BENEATH))
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV):
+                return False
+            raise
+        return True
+
+    def _size(self, name: bytes, status: os.stat_result) -> int:
+        """Of what was put aside, links counted once; of what lies too deep, nothing."""
+        total, seen, pending = 0, set(), [name]
+        if not stat.S_ISDIR(status.st_mode):
+            return status.st_size
+        while pending:
+            path = pending.pop()
+            try:
+                fd = os.open(path, _DIRECTORY, dir_fd=self.aside)
+            except OSError:
+                continue
+            try:
+                with os.scandir(fd) as entries:
+                    for entry in entries:
+                        if entry.is_dir(follow_symlinks=False):
+                            pending.append(path + b"/" + os.fsencode(entry.name))
+                        elif entry.is_file(follow_symlinks=False):
+                            one = entry.stat(follow_symlinks=False)
+                            if one.st_ino not in seen:
+                                seen.add(one.st_ino)
+                                total += one.st_size
+            finally:
+                os.close(fd)
+        return total
+
+    def _away_name(self) -> bytes:
+        self._moved += 1
+        return b"%d" % self._moved
+
+
+def _in(fd: int, name: bytes) -> bytes:
+    return os.fsencode(procfs.fd_path(fd)) + b"/" + name
+
+
+def _own(number: int, base: int) -> int:
+    return number if base <= number <= base + MAX_ID else base
+
+
+def check_patterns(patterns: tuple[str, ...], field: str) -> None:
+    """Raises InvalidRequest."""
+    for index, pattern in enumerate(patterns):
+        if len(patterns) > 200 or len(pattern) > 1000 or "\0" in pattern or not pattern.startswith(("/", "~/", "**/")):
+            raise InvalidRequest("must be at most 200 absolute patterns of at most 1000 characters", field=f"{field}[{index}]")
