@@ -42,6 +42,7 @@ SYS: dict[str, int] = {**(_SYS_AARCH64 if MACHINE == "aarch64" else _SYS_X86_64)
 # --- clone, unshare, setns -----------------------------------------------------------------------------------------
 
 CLONE_VM = 0x0000_0100
+CLONE_FILES = 0x0000_0400
 CLONE_PIDFD = 0x0000_1000
 CLONE_VFORK = 0x0000_4000
 CLONE_PARENT = 0x0000_8000
@@ -242,11 +243,17 @@ FAN_CLASS_NOTIF = 0x0
 FAN_CLASS_CONTENT = 0x4
 FAN_CLASS_PRE_CONTENT = 0x8
 FAN_UNLIMITED_QUEUE = 0x10
+FAN_UNLIMITED_MARKS = 0x20
+FAN_REPORT_TID = 0x100
 FAN_MARK_ADD = 0x1
 FAN_MARK_REMOVE = 0x2
 FAN_PRE_ACCESS = 0x0010_0000
 FAN_ALLOW = 0x1
 FAN_DENY = 0x2
+FAN_ERRNO_SHIFT = 24  # of a denial that says why: FAN_DENY_ERRNO(err)
+FAN_NOFD = -1
+FAN_EVENT_INFO_TYPE_RANGE = 6
+FANOTIFY_METADATA_VERSION = 3
 
 # --- file descriptors ----------------------------------------------------------------------------------------------
 

@@ -64,3 +64,37 @@ def sealed_memfd(name: str, data: bytes, *, executable: bool = False) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def fork_sharing() -> tuple[int, int]:
+    """Fork a child that has the *same* descriptor table, not a copy of it: what one opens the other has, and nothing is closed before both
+    are gone. Returns (pid, pidfd), in the child (0, -1).
+
+    As for `os.fork` the caller has one thread; the child ends by `os._exit` alone, since closing files is closing them for all. An exec
+    gives the child a table of its own.
+    """
+    import ctypes
+
+    ctypes.pythonapi.PyOS_BeforeFork()
+    pid = -1
+    try:
+        pid, pidfd = syscalls.clone3(abi.CLONE_FILES, want_pidfd=True)
+    finally:
+        if pid == 0:
+            ctypes.pythonapi.PyOS_AfterFork_Child()
+        else:
+            ctypes.pythonapi.PyOS_AfterFork_Parent()
+    return pid, pidfd
+
+
+def held_by_others(fd: int) -> bool:
+    """Whether anybody but this descriptor has the file open: another descriptor, a process, a mount. Found by trying to lease it, which
+    the kernel grants to a sole opener alone. The caller ignores SIGIO."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EBUSY):
+            return True
+        raise
+    fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    return False
