@@ -7,7 +7,7 @@ atomic: others see the whole object or none. Nothing here needs locks, condition
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -42,6 +42,10 @@ class StoreError(Exception):
         return (Internal if self.kind == "damaged" else Unavailable)(str(self), field=field, data=data)
 
 
+def ignore(done: int) -> None:
+    """No progress wanted."""
+
+
 class RemoteStore(Protocol):
     """All methods raise StoreError and nothing else (besides cancellation), end in bounded time, and may be called concurrently from
     one event loop."""
@@ -59,8 +63,9 @@ class RemoteStore(Protocol):
     async def get_range(self, key: str, start: int, length: int) -> bytes:
         """Exactly `length` bytes; `damaged` if the object does not have them."""
 
-    async def put(self, key: str, content: bytes | Path) -> None:
-        """Make the object at `key` this, at once; it replaces one that is there."""
+    async def put(self, key: str, content: bytes | Path, *, progress: Callable[[int], None] = ignore) -> None:
+        """Make the object at `key` this, at once; it replaces one that is there. `progress` gets the bytes sent so far, from any
+        thread; after a retry they start anew."""
 
     async def exists(self, key: str) -> bool: ...
 
