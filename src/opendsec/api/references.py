@@ -18,12 +18,14 @@ import msgspec
 
 from opendsec.api.errors import Denied, InvalidRequest
 from opendsec.api.ids import check_action_id
-from opendsec.api.images import PackRequest, PullRequest, PushRequest, TraceRequest, WarmRequest
-from opendsec.api.spec import check_number, check_text
+from opendsec.api.images import DockerfileSource, PackRequest, PullRequest, PushRequest, TraceRequest, WarmRequest
+from opendsec.api.spec import CPU, MEMORY_BYTES, check_env, check_number, check_path, check_text
+from opendsec.api.units import format_bytes, parse_bytes
 
 Transport = Literal["docker", "oci", "docker-archive", "store"]
 
 MAX_PATTERNS = 256
+MAX_DOCKERFILE_BYTES = 1 << 20
 TIMEOUT_S = (0.001, 86_400.0)
 GRACE_S = (0.0, 366 * 86_400.0)
 
@@ -227,6 +229,23 @@ def check_packages(packages: tuple[str, ...]) -> tuple[str, ...]:
         if not _PACKAGE.fullmatch(package):
             raise InvalidRequest(f"must be the name of a package; got {package[:80]!r}", field=f"packages[{index}]")
     return packages
+
+
+def check_dockerfile(source: DockerfileSource, *, local: bool) -> None:
+    """All of a Dockerfile source but the Dockerfile's text. Raises InvalidRequest, Denied."""
+    check_path(source.context, "source.context")
+    if ".." in source.context.split("/"):
+        raise InvalidRequest("must not contain '..'", field="source.context")
+    if not local:
+        raise Denied("a directory of the edge's machine may be a context only over the unix socket", field="source.context")
+    check_text(source.dockerfile, "source.dockerfile", limit=MAX_DOCKERFILE_BYTES)
+    check_text(source.target, "source.target", limit=255)
+    check_env(source.args, "source.args")
+    size = parse_bytes(source.memory, field="source.memory")
+    if not MEMORY_BYTES[0] <= size <= MEMORY_BYTES[1]:
+        raise InvalidRequest(f"must be from {format_bytes(MEMORY_BYTES[0])} to {format_bytes(MEMORY_BYTES[1])}", field="source.memory")
+    check_number(source.cpu, "source.cpu", CPU)
+    check_number(source.timeout_s, "source.timeout_s", TIMEOUT_S)
 
 
 def check_warm(request: WarmRequest) -> None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Protocol
 
-from opendsec.api.errors import Denied, Internal, NotFound
+from opendsec.api.errors import Denied, Internal, InvalidRequest, NotFound
 from opendsec.api.images import (
     BuildEvent,
     BuildRequest,
@@ -29,8 +29,9 @@ from opendsec.api.images import (
     StoreList,
     WarmRequest,
 )
-from opendsec.api.references import Reference
+from opendsec.api.references import Reference, check_dockerfile
 from opendsec.edge.progress import Progress, Work, streamed
+from opendsec.images import names
 from opendsec.images.build import build, check
 from opendsec.images.store import GRACE_S, ImageStore, Resolved
 
@@ -80,6 +81,10 @@ class Catalog:
         self._fresh[key] = (now, resolved)
         return resolved
 
+    def forget(self) -> None:
+        """A name has been given a new meaning."""
+        self._fresh.clear()
+
     async def list(self) -> ImageList:
         return await asyncio.to_thread(self.store.list)
 
@@ -109,12 +114,15 @@ class Catalog:
 
     async def diff(self, a: str, b: str) -> DiffReport:
         """How the trees of two images or layers differ."""
+        await self._digests(a, "a")
+        await self._digests(b, "b")
         from opendsec.images.diff import diff
 
         return await asyncio.to_thread(diff, self.store, a, b)
 
     async def lint(self, name: str, packages: tuple[str, ...]) -> LintReport:
         """What an image or a layer holds that would give an answer away."""
+        await self._digests(name)
         from opendsec.images.lint import lint
 
         return await asyncio.to_thread(lint, self.store, name, packages)
@@ -132,7 +140,7 @@ class Catalog:
             self.emit("layer.damaged", digest=finding.path, message=finding.message)
         return LintReport(name=name, findings=tuple(findings))
 
-    async def _digests(self, name: str) -> tuple[str, ...]:
+    async def _digests(self, name: str, field: str = "name") -> tuple[str, ...]:
         """Of an image's layers, lowest first, or of the one layer that is named. Raises NotFound."""
         listed = await self.list()
         for image in listed.images:
@@ -141,7 +149,7 @@ class Catalog:
         for layer in listed.layers:
             if name == layer.digest or name in layer.names:
                 return (layer.digest,)
-        raise NotFound(f"no image or layer {name[:200]!r}", field="name")
+        raise NotFound(f"no image or layer {name[:200]!r}", field=field)
 
     # --- changing ----------------------------------------------------------------------------------------------------
 
@@ -168,7 +176,13 @@ class Catalog:
 
     def check_build(self, request: BuildRequest, *, local: bool) -> None:
         """Raises InvalidRequest, Denied."""
-        check(request, allow_host_paths=local)
+        if isinstance(request.source, DockerfileSource):
+            names.complete_layer_name(request.kind, request.name, request.version)
+            if request.kind != "base":
+                raise InvalidRequest("a Dockerfile makes an image, whose layers have no names of their own", field="kind")
+            check_dockerfile(request.source, local=local)
+        else:
+            check(request, allow_host_paths=local)
 
     async def build(self, node: Node, request: BuildRequest, *, local: bool) -> AsyncGenerator[BuildEvent, None]:
         """Progress, then `done`, or `failed` followed by the error. Closing the generator cancels the build."""
@@ -189,9 +203,9 @@ class Catalog:
 
         async def work(progress: Progress) -> ImageInfo:
             if reference.transport == "store":
+                remote, name = self._remote(reference.place), request.name or reference.image_name
                 from opendsec.images.transfer import pull_image
 
-                remote, name = self._remote(reference.place), request.name or reference.image_name
                 image = await pull_image(self.store, reference.name, remote, name=name, progress=progress, lazy=request.lazy)
             else:
                 from opendsec.images.oci.pull import pull
@@ -208,6 +222,7 @@ class Catalog:
         """As `build`, of an image that goes elsewhere; `done` names it."""
 
         async def work(progress: Progress) -> ImageInfo:
+            image = await self.image(request.name)
             if reference.transport == "store":
                 from opendsec.images.transfer import push_image
 
@@ -219,7 +234,6 @@ class Catalog:
                 from opendsec.images.oci.push import push
 
                 await push(self.store, request, progress=progress, allow_host_paths=local)
-            image = await self.image(request.name)
             self.emit("image.pushed", image=image.name, target=str(reference), layers=len(image.layers), size_bytes=image.size_bytes)
             return image
 

@@ -17,13 +17,14 @@ WAITING = 256  # events that may wait for a slow reader; beyond that progress is
 
 
 async def streamed(work: Work) -> AsyncGenerator[BuildEvent, None]:
-    """What `work` tells, then one `done` with what it made; or `failed`, followed by the error.
+    """What `work` tells, then one `done` with what it made; or `failed`, followed by the error. Work that fails before it told anything
+    just raises, so that the error can still become a status.
 
     `work` may call its `progress` from any thread. Closing the generator cancels the work, and waits until it has cleared up.
     """
     loop = asyncio.get_running_loop()
     waiting: asyncio.Queue[BuildEvent] = asyncio.Queue()
-    ended = False  # `done` was told by the work itself
+    ended = told = False  # `done` was told by the work itself; something was yielded
 
     def queue(event: BuildEvent) -> None:
         nonlocal ended
@@ -48,17 +49,20 @@ async def streamed(work: Work) -> AsyncGenerator[BuildEvent, None]:
             following = asyncio.ensure_future(waiting.get())
             await asyncio.wait((following, task), return_when=asyncio.FIRST_COMPLETED)
             if following.done():
+                told = True
                 yield following.result()
                 continue
             following.cancel()
             break
         await asyncio.sleep(0)  # what threads of the work told last has been handed to the loop: let it arrive
         while not waiting.empty():
+            told = True
             yield waiting.get_nowait()
         try:
             made = task.result()
         except OpenDSecError as error:
-            yield BuildEvent(kind="failed", message=str(error))
+            if told:
+                yield BuildEvent(kind="failed", message=str(error))
             raise
         if not ended:
             yield BuildEvent(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from opendsec.api import wire
 from opendsec.api.errors import InvalidRequest
 from opendsec.api.images import (
     BuildRequest,
@@ -34,10 +33,11 @@ from opendsec.api.references import (
     check_warm,
     pack_names,
 )
-from opendsec.edge.actions import Action, request_digest
 from opendsec.edge.commands import Commands
 from opendsec.edge.http import Handler, Lines, Request
 from opendsec.edge.node import Node
+from opendsec.edge.packing import pack
+from opendsec.edge.tracing import trace
 from opendsec.images.store import GRACE_S as DEFAULT_GRACE_S
 
 
@@ -131,8 +131,6 @@ class ImageRoutes:
     # --- with a sandbox --------------------------------------------------------------------------------------------------
 
     async def trace(self, request: Request) -> TraceInfo:
-        from opendsec.edge.tracing import trace
-
         wanted = await request.json(TraceRequest)
         check_trace(wanted)
         return await trace(self._node, self._commands, wanted, begin=request.intent.begin)
@@ -140,24 +138,7 @@ class ImageRoutes:
     async def pack(self, request: Request) -> PackResult:
         wanted = await request.json(PackRequest)
         pack_names(wanted)
-        sandbox_id = request.params[0]
-
-        async def work(action: Action[PackResult]) -> PackResult:
-            from opendsec.edge.packing import pack
-
-            box, _ = self._node.running(sandbox_id)
-            action.begin("", self._node.clock.time())
-            with self._node.use(box):
-                return await pack(self._node, sandbox_id, wanted)
-
-        return await self._node.actions.once(
-            wanted.action_id,
-            work,
-            result=PackResult,
-            kind="pack",
-            digest=lambda: request_digest("pack", sandbox_id.encode(), wire.encode(wanted)),
-            sandbox_id=sandbox_id,
-        )
+        return await pack(self._node, request.params[0], wanted)  # exactly once by itself
 
 
 def _name(request: Request, parameter: str, *, image: bool = False) -> str:

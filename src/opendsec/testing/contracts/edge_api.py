@@ -554,6 +554,14 @@ async def lets_in_over_tcp_only_with_the_token(edge: Edge) -> None:
         body = {"name": "x", "source": {"type": "directory", "path": "/etc"}}
         response = await client.post("/v1/images/build", content=json.dumps(body).encode())
         assert response.status_code == 403, response.text
+        for path, name in (("pull", ""), ("push", "x")):
+            for reference in ("oci:/etc/x", "docker-archive:/etc/x"):
+                body = {"name": name, "reference": reference}
+                response = await client.post(f"/v1/images/{path}", content=json.dumps(body).encode())
+                assert response.status_code == 403, response.text
+        body = {"name": "x", "source": {"type": "dockerfile", "context": "/etc"}}
+        response = await client.post("/v1/images/build", content=json.dumps(body).encode())
+        assert response.status_code == 403, response.text
 
 
 @check

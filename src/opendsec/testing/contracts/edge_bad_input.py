@@ -63,6 +63,18 @@ def run(field: str | None, /, code: str = "invalid_request", status: int = 400, 
     return Case("POST", "{box}/run", fields, field=field, code=code, status=status)
 
 
+def pull(field: str, /, code: str = "invalid_request", status: int = 400, **fields: object) -> Case:
+    return Case("POST", "/v1/images/pull", fields, field=field, code=code, status=status)
+
+
+def push(field: str, /, code: str = "invalid_request", status: int = 400, **fields: object) -> Case:
+    return Case("POST", "/v1/images/push", fields, field=field, code=code, status=status)
+
+
+def pack(field: str, /, code: str = "invalid_request", status: int = 400, **fields: object) -> Case:
+    return Case("POST", "{box}/pack", fields, field=field, code=code, status=status)
+
+
 def missing(method: str, path: str, field: str | None = None) -> Case:
     return Case(method, path, field=field, code="not_found", status=404)
 
@@ -254,6 +266,69 @@ CASES: dict[str, Case] = {
         "POST", "/v1/images/compose", {"name": "x", "base": "no-such-image", "layers": []}, field="base", code="not_found", status=404
     ),
     "collect maybe": Case("POST", "/v1/images/gc?dry_run=maybe", field="dry_run"),
+    "collect with a negative grace": Case("POST", "/v1/images/gc?grace_s=-1", field="grace_s"),
+    "collect with grace without end": Case("POST", "/v1/images/gc?grace_s=inf", field="grace_s"),
+    "pull of nothing": Case("POST", "/v1/images/pull", {}, field="body"),
+    "pull without a transport": pull("reference", reference="debian"),
+    "pull without a host": pull("reference", reference="docker://debian"),
+    "pull by another transport": pull("reference", reference="containers-storage:x"),
+    "pull with a password in the reference": pull("reference", reference="docker://me:secret@r.test/x"),
+    "pull of a relative path": pull("reference", reference="oci:layout"),
+    "pull of a path that goes up": pull("reference", reference="oci:/srv/../etc"),
+    "pull with a line break": pull("reference", reference="oci:/srv\n/x"),
+    "pull under a bad name": pull("name", reference="oci:/srv/x", name="Not A Name"),
+    "pull for another system": pull("platform", reference="oci:/srv/x", platform="windows/amd64"),
+    "pull of a path with a token": pull("token", reference="oci:/srv/x", token="secret"),
+    "pull with a binary token": pull("token", reference="docker://r.test/x", token="\x01"),
+    "pull with a field that is none": pull("", reference="oci:/srv/x", layz=True),
+    "pull from no store": pull("reference", code="not_found", status=404, reference="store:no-such-store/x"),
+    "push of nothing": push("name", code="not_found", status=404, name="no-such-image", reference="oci:/srv/x"),
+    "push under a bad name": push("name", name="../x", reference="oci:/srv/x"),
+    "push to nowhere": push("reference", name="x", reference=""),
+    "push to a digest": push("reference", name="x", reference="docker://r.test/x@sha256:" + "0" * 64),
+    "push by an action id": Case("POST", "/v1/images/push?action_id=a", {"name": "x", "reference": "oci:/x"}, field="action_id"),
+    "warm nothing": Case("POST", "/v1/images/warm", {"name": "no-such-image"}, field="name", code="not_found", status=404),
+    "warm a bad name": Case("POST", "/v1/images/warm", {"name": "A"}, field="name"),
+    "trace without a command": Case("POST", "/v1/images/trace", {"name": "x"}, field="argv"),
+    "trace with NUL": Case("POST", "/v1/images/trace", {"name": "x", "argv": ["a\0"]}, field="argv[0]"),
+    "trace without time": Case("POST", "/v1/images/trace", {"name": "x", "argv": ["a"], "timeout_s": 0}, field="timeout_s"),
+    "trace of nothing": Case(
+        "POST", "/v1/images/trace", {"name": "no-such-image", "argv": ["true"]}, field="", code="not_found", status=404
+    ),
+    "trace by a bad action id": Case("POST", "/v1/images/trace?action_id=a%20b", {"name": "x", "argv": ["a"]}, field="action_id"),
+    "inspect without a name": Case("GET", "/v1/images/inspect", field="name"),
+    "inspect a bad name": Case("GET", "/v1/images/inspect?name=..%2Fx", field="name"),
+    "inspect nothing": missing("GET", "/v1/images/inspect?name=no-such-image", "name"),
+    "diff with one side": Case("GET", "/v1/images/diff?a=x", field="b"),
+    "diff with a path": Case("GET", "/v1/images/diff?a=%2Fetc&b=x", field="a"),
+    "diff of nothing": missing("GET", "/v1/images/diff?a=no-such-image&b=no-such-image", "a"),
+    "lint without a name": Case("GET", "/v1/images/lint", field="name"),
+    "lint of nothing": missing("GET", "/v1/images/lint?name=no-such-image", "name"),
+    "lint for a bad package": Case("GET", "/v1/images/lint?name=x&packages=a%20b", field="packages[0]"),
+    "verify nothing": missing("POST", "/v1/images/verify?name=no-such-image", "name"),
+    "verify with a body": Case("POST", "/v1/images/verify?name=x", {"deep": True}, field="body"),
+    "build of a Dockerfile from a relative path": Case(
+        "POST", "/v1/images/build", {"name": "x", "source": {"type": "dockerfile", "context": "here"}}, field="source.context"
+    ),
+    "build of a Dockerfile for no memory": Case(
+        "POST",
+        "/v1/images/build",
+        {"name": "x", "source": {"type": "dockerfile", "context": "/", "memory": "lots"}},
+        field="source.memory",
+    ),
+    # --- packing
+    "pack without a name": pack("body"),
+    "pack without a version": pack("name", name="x"),
+    "pack under an impossible name": pack("name", name="X y@1"),
+    "pack as a base": pack("kind", name="x@1", kind="base"),
+    "pack as something else": pack("kind", name="x@1", kind="model"),
+    "pack with a relative scrub": pack("scrub_paths[0]", name="x@1", scrub_paths=["tmp"]),
+    "pack that keeps what is above": pack("keep_paths[0]", name="x@1", keep_paths=["/../etc"]),
+    "pack of a package with blanks": pack("packages[0]", name="x@1", packages=["a b"]),
+    "pack by a bad action id": pack("action_id", name="x@1", action_id="a b"),
+    "pack by a used action id": pack("action_id", code="conflict", status=409, name="x@1", action_id="used"),
+    "pack of a stopped one": Case("POST", "{stopped}/pack", {"name": "x@1"}, field="sandbox_id", code="conflict", status=409),
+    "pack of none": Case("POST", f"/v1/sandboxes/{NO_BOX}/pack", {"name": "x@1"}, field="sandbox_id", code="not_found", status=404),
     # --- TCP
     "no token": Case("GET", "/v1/info", tcp="", field="authorization", code="unauthorized", status=401),
     "wrong token": Case("POST", "/v1/drain", tcp="wrong", field="authorization", code="unauthorized", status=401),

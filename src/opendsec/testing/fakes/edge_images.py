@@ -16,6 +16,7 @@ from opendsec.api import images as i
 from opendsec.api import wire
 from opendsec.api.errors import Conflict, InvalidRequest, NotFound
 from opendsec.api.references import (
+    GRACE_S,
     check_content_name,
     check_image_name,
     check_packages,
@@ -25,6 +26,7 @@ from opendsec.api.references import (
     check_warm,
     pack_names,
 )
+from opendsec.api.spec import check_number
 from opendsec.testing.fakes.edge_parts import FakeBox, Handler, json_answer, lines_answer, query_of
 
 
@@ -113,7 +115,8 @@ class ImageRoutes:
 
     async def _image_gc(self, request: Request) -> Response:
         used = {digest for image in self.images.values() for digest in image.layers}
-        unused = tuple(digest for digest in self.layers if digest not in used)
+        horizon = time.time() - check_number(float(query_of(request).get("grace_s", b"0")), "grace_s", GRACE_S)
+        unused = tuple(digest for digest, layer in self.layers.items() if digest not in used and layer.created_at <= horizon)
         dry_run = query_of(request).get("dry_run") == b"1"
         if not dry_run:
             for digest in unused:
