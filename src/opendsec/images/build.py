@@ -36,6 +36,7 @@ from opendsec.images.upper import UpperSource
 from opendsec.images.worker import OUT, Job, Line, Made
 
 Source = DirectorySource | DebianSource | UpperSource
+Progress = Callable[[BuildEvent], None]
 T = TypeVar("T")
 
 _LINE_BYTES = 1 << 20
@@ -81,7 +82,7 @@ def check_config(config: ImageConfig) -> None:
 
 
 async def build(
-    store: ImageStore, request: BuildRequest, *, progress: Callable[[BuildEvent], None], allow_host_paths: bool
+    store: ImageStore, request: BuildRequest, *, progress: Progress, allow_host_paths: bool
 ) -> ImageInfo | LayerInfo:
     """Make the layer that `request` asks for, publish and name it. A base becomes an image; the others become named layers.
 
@@ -92,7 +93,7 @@ async def build(
     name = check(request, allow_host_paths=allow_host_paths)
     assert isinstance(request.source, DirectorySource | DebianSource)
     made = await make_layer(store, request.source, request.kind, exclude=request.exclude, progress=progress)
-    result = await _to_the_end(asyncio.to_thread(_name, store, request, name, made.digest))
+    result = await to_the_end(asyncio.to_thread(_name, store, request, name, made.digest))
     if isinstance(result, ImageInfo):
         progress(BuildEvent(kind="done", message=result.name, image=result))
     else:
@@ -111,7 +112,7 @@ async def make_layer(
     kind: LayerKind,
     *,
     exclude: Sequence[str] = (),
-    progress: Callable[[BuildEvent], None] = lambda event: None,
+    progress: Progress = lambda event: None,
     found: Callable[[Finding], None] = lambda finding: None,
 ) -> LayerInfo:
     """Make and publish a layer, without a name: within the store's grace period somebody has to give it one. Raises and may be cancelled
@@ -122,9 +123,9 @@ async def make_layer(
         job = Job(source=source, exclude=tuple(exclude), work=os.fspath(work), store=os.fspath(store.root), parent=os.getpid())
         made = await _work(job, held, progress, found)
         progress(BuildEvent(kind="step", message="publishing"))
-        return await _to_the_end(asyncio.to_thread(_publish, store, kind, work / OUT, made))
+        return await to_the_end(asyncio.to_thread(_publish, store, kind, work / OUT, made))
     finally:
-        await _to_the_end(asyncio.to_thread(workspace.close))
+        await to_the_end(asyncio.to_thread(workspace.close))
 
 
 def _publish(store: ImageStore, kind: LayerKind, out: Path, made: Made) -> LayerInfo:
@@ -142,7 +143,7 @@ def _publish(store: ImageStore, kind: LayerKind, out: Path, made: Made) -> Layer
     return store.publish(out, record)
 
 
-async def _work(job: Job, held: int, progress: Callable[[BuildEvent], None], found: Callable[[Finding], None]) -> Made:
+async def _work(job: Job, held: int, progress: Progress, found: Callable[[Finding], None]) -> Made:
     """Run the worker to its end, whatever that is; nothing of it runs when this returns or raises."""
     environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
     process = await asyncio.create_subprocess_exec(
@@ -183,8 +184,8 @@ async def _work(job: Job, held: int, progress: Callable[[BuildEvent], None], fou
             process.terminate()
         raise
     finally:
-        await _to_the_end(_gone(process))
-        stderr = await _to_the_end(said)
+        await to_the_end(_gone(process))
+        stderr = await to_the_end(said)
     if error is not None:
         raise error
     if made is None or process.returncode != 0:
@@ -208,7 +209,7 @@ async def _tail(process: Process, limit: int = 4000) -> bytes:
     return kept
 
 
-async def _to_the_end(awaitable: Awaitable[T]) -> T:
+async def to_the_end(awaitable: Awaitable[T]) -> T:
     """The result of `awaitable`, which runs to its end even if we are cancelled meanwhile; the cancellation is raised after that."""
     future = asyncio.ensure_future(awaitable)
     cancelled: asyncio.CancelledError | None = None

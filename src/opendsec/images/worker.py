@@ -31,7 +31,7 @@ from opendsec.api.images import BuildEvent, DebianSource, DirectorySource, Findi
 from opendsec.images import debian, directory, erofs, tree, upper
 from opendsec.images.layers import DATA, describe
 from opendsec.images.upper import UpperSource
-from opendsec.kernel import abi, syscalls
+from opendsec.kernel import abi, mounts, procfs, syscalls
 
 OUT = "out"  # the directory of `Job.work` where the files lie at the end
 
@@ -129,6 +129,7 @@ def _make(job: Job) -> Made:
     out = work / OUT
     out.mkdir(mode=0o755)
     if isinstance(job.source, UpperSource):
+        own_proc()
         _event("step", "reading what was written")
         upper.prepare(job.source, log=lambda text: _event("log", text), found=lambda finding: _say(Line(found=finding)))
         _event("step", "packing")
@@ -153,6 +154,15 @@ def _make(job: Job) -> Made:
     _event("step", "packing")
     erofs.pack(staged, out, all_root=not keep_owner)
     return _checked(out)
+
+
+def own_proc() -> None:
+    """In place of the parent's, in which the processes of this pid namespace have other numbers."""
+    proc = mounts.proc()
+    try:
+        mounts.attach(proc, abi.AT_FDCWD, procfs.PROC)
+    finally:
+        os.close(proc)
 
 
 @contextlib.contextmanager

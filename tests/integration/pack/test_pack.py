@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packing a living sandbox: what becomes a layer, what a sandbox made of it sees, and that the first one goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from opendsec.api.errors import Conflict, InvalidRequest, QuotaExceeded
+from opendsec.api.images import PackRequest, PackResult
+from opendsec.edge.packing import pack
+from opendsec.kernel import mounts
+from tests.images import BASE
+from tests.nodes import NodeEdge
+
+pytestmark = pytest.mark.slow
+
+# Every entry below a directory: kind, mode, owner, size, links, target, attributes, content.
+SEE = r"""
+import hashlib, os, stat, sys
+def walk(path):
+    status = os.lstat(path)
+    kind = stat.S_IFMT(status.st_mode)
+    size = status.st_size if kind == stat.S_IFREG else 0
+    target = os.readlink(path) if kind == stat.S_IFLNK else ""
+    content = hashlib.sha256(open(path, "rb").read()).hexdigest()[:12] if kind == stat.S_IFREG else ""
+    names = sorted(os.listxattr(path, follow_symlinks=False))
+    links = status.st_nlink if kind != stat.S_IFDIR else 0
+    print(os.fsencode(path), oct(status.st_mode), status.st_uid, status.st_gid, size, links, target, names, content)
+    if kind == stat.S_IFDIR:
+        for name in sorted(os.listdir(path)):
+            walk(os.path.join(path, name))
+for path in sys.argv[1:]:
+    walk(path)
+"""
+
+
+async def see(edge: NodeEdge, box: str, *paths: str) -> list[str]:
+    return (await edge.sh(box, f"python3 -ISc '{SEE}' {' '.join(paths)}".replace("'\n", "'\n", 1))).splitlines()
+
+
+async def packed(edge: NodeEdge, box: str, name: str = "task@1", **fields: object) -> PackResult:
+    return await pack(edge.node, box, PackRequest(name=name, **{"scrub": False, **fields}))  # type: ignore[arg-type]
+
+
+async def test_what_was_written_is_there_in_a_new_sandbox(edge: NodeEdge) -> None:
+    box = await edge.create()
+    await edge.sh(box, "mkdir -p /workspace && echo hello >/workspace/a && rm /etc/debian_version")
+    await edge.sh(box, "chown 33:44 /workspace/a && chmod 4750 /workspace/a")
+    result = await packed(edge, box)
+    assert await edge.sh(box, "cat /workspace/a") == "hello\n"
+    assert result.image.name == "task:1" and result.layer.names == ("workspace:task@1",)
+    assert result.image.layers == (*edge.node.box(box).template.layers, result.layer.digest)
+    again = await edge.create("task:1")
+    assert await edge.sh(again, "stat -c '%a %u:%g %F' /workspace/a; cat /workspace/a") == "4750 33:44 regular file\nhello\n"
+    assert (await edge.run(again, "ls /etc/debian_version")).exit_code == 2
+    composed = await edge.create(BASE, layers=["workspace:task@1"])
+    assert await edge.sh(composed, "cat /workspace/a") == "hello\n"
+
+
+HAZARDS = r"""
+set -e
+mkdir -p /w/deep/a/b /w/sticky /w/empty && cd /w
+printf x >one && ln one two && ln one deep/a/b/three
+ln -s /etc/passwd absolute && ln -s ../../../../etc/shadow climbing && ln -s nowhere dangling
+mkfifo pipe
+python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind("/w/socket")'
+truncate -s 40M sparse && printf end >>sparse
+chmod 1777 sticky; chmod 2755 empty; printf '#!/bin/sh\n' >suid; chmod 6755 suid
+chown 1000:1001 suid; chmod 6755 suid
+chown 65535:65534 one
+python3 -c 'import os; os.mkdir(b"/w/caf\xe9\n"); open(b"/w/"+b"n"*255,"w").close()'
+python3 -c 'import os; os.setxattr("/w/one","user.note",b"v"); os.setxattr("/w","user.overlay.opaque",b"y"); os.setxattr("/w/deep","user.overlay.redirect",b"/etc")'
+cp /bin/true capable && setcap cap_net_bind_service+ep capable 2>/dev/null || python3 -c 'import os,struct; os.setxattr("/w/capable","security.capability",struct.pack("<IIIII",0x02000001,1<<10,0,0,0))'
+rm -r /usr/share/doc && mkdir /usr/share/doc && echo mine >/usr/share/doc/mine
+mv /usr/share/perl5 /usr/share/moved && echo new >/usr/share/moved/new && rm /usr/share/moved/Debian/*.pm 2>/dev/null || true
+mv /usr/lib/python3/dist-packages /usr/lib/python3/away && mv /usr/lib/python3/away /w/away
+rm -rf /usr/share/common-licenses/GPL-1 /usr/share/common-licenses/GPL-2 /usr/share/bug
+touch /etc/passwd
+"""
+
+
+async def test_hazards_come_back_as_they_were(edge: NodeEdge) -> None:
+    box = await edge.create()
+    await edge.sh(box, HAZARDS)
+    places = ("/w", "/usr/share", "/usr/lib/python3", "/etc")
+    before = await see(edge, box, *places)
+    result = await packed(edge, box)
+    again = await edge.create("task:1")
+    after = await see(edge, again, *places)
+    gone = [line for line in before if line not in after]
+    assert all("socket" in line or "user.overlay." in line for line in gone), gone
+    assert len(gone) == 3 and len(before) - len(after) == 1
+    assert any("user.note" in line for line in after) and not any("user.overlay" in line for line in after)
+    # The layer holds no mark of the overlay that it came from.
+    ref = edge.store.layer_ref(result.layer.digest)
+    fd = mounts.mount_erofs(ref.meta, ref.data)
+    try:
+        marks = await asyncio.to_thread(lambda: set(_attributes(fd)))
+    finally:
+        os.close(fd)
+    assert {name for name, _ in marks if name.startswith("trusted.")} == {"trusted.overlay.opaque"}
+    # Packed again, it is the same layer; unpacked over nothing else, what was renamed is there.
+    second = await edge.create("task:1")
+    assert await edge.sh(second, "ls /w/away | head -1")
+
+
+def _attributes(fd: int) -> list[tuple[str, str]]:
+    found = []
+    for folder, _, names, here in os.fwalk(".", dir_fd=fd):
+        for name in (".", *names):
+            path = f"/proc/self/fd/{here}/{name}"
+            found += [(one, os.path.join(folder, name)) for one in os.listxattr(path, follow_symlinks=False)]
+    return found
+
+
+async def test_equal_changes_are_one_layer(edge: NodeEdge) -> None:
+    digests = []
+    for _ in range(2):
+        box = await edge.create()
+        await edge.sh(box, "rm /etc/issue /etc/issue.net; mkdir /w; echo 1 >/w/1; ln /w/1 /w/2")
+        digests.append((await packed(edge, box)).layer.digest)
+    assert digests[0] == digests[1]
+
+
+async def test_python_of_a_packed_layer_is_compiled_and_can_write_its_byte_code_beside_the_sources(edge: NodeEdge) -> None:
+    box = await edge.create()
+    await edge.sh(box, "mkdir -p /w/fresh && cd /w && echo x=1 >a.py && echo y=2 >fresh/b.py && python3 -c 'import a' && ls __pycache__")
+    await packed(edge, box)
+    again = await edge.create("task:1")
+    said = await edge.sh(again, "cd /w && python3 -vc 'import a' 2>&1")
+    assert "matches /w/a.py" in said and "wrote" not in said
+    assert (await edge.sh(again, "cd /w/fresh && python3 -c 'import b' && ls __pycache__")).startswith("b.cpython")
+    assert (await edge.sh(again, "cd /w && echo x=3 >>a.py && python3 -c 'import a; print(a.x)'")) == "3\n"
+
+
+async def test_a_layer_that_claims_more_than_the_disk_is_refused(edge: NodeEdge) -> None:
+    box = await edge.create()
+    await edge.sh(box, "truncate -s 1T /hole")
+    with pytest.raises(QuotaExceeded, match="sparse"):
+        await packed(edge, box)
+    assert await edge.sh(box, "rm /hole; echo on") == "on\n"
+    await packed(edge, box)
+    assert snapshots(edge) == []
+
+
+def snapshots(edge: NodeEdge) -> list[str]:
+    return os.listdir(edge.folder / "state/scratch/snapshots")
+
+
+async def test_a_sandbox_is_packed_at_one_moment(edge: NodeEdge) -> None:
+    """Two files that a program always writes one after the other are never further apart than that."""
+    box = await edge.create()
+    script = "i=0; while :; do i=$((i+1)); echo $i >/first; echo $i >/second; done"
+    running = asyncio.ensure_future(edge.run(box, script))
+    while (await edge.run(box, "test -s /second")).exit_code:
+        pass
+    for number in range(3):
+        await packed(edge, box, f"task@{number}")
+    await edge.kill(box)
+    await asyncio.wait((running,))
+    for number in range(3):
+        again = await edge.create(f"task:{number}")
+        first, second = (await edge.sh(again, "cat /first; echo :; cat /second")).replace("\n", "").split(":")
+        assert not first or not second or 0 <= int(first) - int(second) <= 1
+
+
+async def test_what_is_refused_is_refused_before_anything_stands_still(edge: NodeEdge) -> None:
+    box = await edge.create()
+    for request, field in (
+        (PackRequest(name="plain"), "name"),
+        (PackRequest(name="Upper@1"), "name"),
+        (PackRequest(name="x@"), "version"),
+        (PackRequest(name="x@1", keep_paths=("relative",)), "keep_paths[0]"),
+        (PackRequest(name="x@1", scrub_paths=("/" * 2000,)), "scrub_paths[0]"),
+    ):
+        with pytest.raises(InvalidRequest) as error:
+            await pack(edge.node, box, request)
+        assert error.value.field == field
+
+
+async def test_the_same_action_packs_once(edge: NodeEdge) -> None:
+    box = await edge.create()
+    await edge.sh(box, "echo 1 >/a")
+    request = PackRequest(name="task@1", scrub=False, action_id="pack-1")
+    first, second = await asyncio.gather(pack(edge.node, box, request), pack(edge.node, box, request))
+    await edge.sh(box, "echo 2 >/a")
+    third = await pack(edge.node, box, request)
+    assert first == second == third
+    with pytest.raises(Conflict):
+        await pack(edge.node, box, PackRequest(name="task@2", scrub=False, action_id="pack-1"))
+
+
+async def test_cancelled_it_leaves_nothing_and_the_sandbox_runs(edge: NodeEdge) -> None:
+    box = await edge.create()
+    await edge.sh(box, "head -c 30M /dev/urandom >/big")
+    for turns in (1, 3, 10, 40):
+        packing = asyncio.ensure_future(packed(edge, box))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        packing.cancel()
+        await asyncio.wait((packing,))
+        assert packing.cancelled()
+        assert await edge.sh(box, "echo on") == "on\n"
+    assert snapshots(edge) == [] and os.listdir(edge.store.root / "tmp") == []
+    assert not any(image.name == "task:1" for image in edge.store.list().images)
+
+
+async def test_an_edge_that_died_in_between_leaves_a_sandbox_that_the_next_one_thaws(edge: NodeEdge) -> None:
+    box = await edge.create()
+    handle = edge.node.box(box).handle
+    assert handle is not None
+    snapshot = await handle.snapshot_disk()
+    await handle.freeze()
+    await edge.stop()
+    assert Path(snapshot.upper).exists()
+    await edge.start()
+    assert await edge.sh(box, "echo on") == "on\n"
+    assert snapshots(edge) == []
+
+
+async def test_a_frozen_sandbox_can_be_ended(edge: NodeEdge) -> None:
+    box = await edge.create()
+    handle = edge.node.box(box).handle
+    assert handle is not None
+    await handle.freeze()
+    await edge.kill(box)
+    assert edge.node.box(box).state.phase == "killed" or not edge.node.box(box).state.held
