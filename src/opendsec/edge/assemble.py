@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
 
 import msgspec
 
+from opendsec.api.errors import InvalidRequest
 from opendsec.api.sandboxes import Capabilities, Feature
 from opendsec.edge.admission import Policy
-from opendsec.edge.config import Settings
+from opendsec.edge.config import BadSettings, Settings
 from opendsec.edge.log import Log
+from opendsec.images.remote.config import FILE as STORES_FILE
+from opendsec.images.remote.config import Stores, load
 from opendsec.images.store import ImageStore
 from opendsec.kernel import features, procfs
 from opendsec.runtime.backend import Backend
@@ -32,6 +36,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     scratch_bytes: int  # of the pool; of memory, if scratch_is_memory
     scratch_is_memory: bool
     features: tuple[Feature, ...] = ()
+    stores: Stores = Stores({})
     close: Callable[[], Awaitable[None]] = _nothing
 
     def policy(self, settings: Settings) -> Policy:
@@ -52,6 +57,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
 async def assemble(settings: Settings, edge_id: str, log: Log) -> Parts:
     """Build them; the scratch is started, the backend is not."""
     found = probed_features()  # forks, so before there are threads
+    stores = load_stores(settings.state_dir / STORES_FILE)
     images = ImageStore(settings.state_dir / "images")
     images.prepare()
     scratch, reason = await choose(settings.state_dir, scratch_settings(settings))
@@ -66,6 +72,7 @@ async def assemble(settings: Settings, edge_id: str, log: Log) -> Parts:
 
     async def close() -> None:
         await backend.close()
+        await stores.close()
         # The pool holds half of the free disk: an edge that leaves no sandboxes gives it back. Making one takes a fraction of a second.
         await scratch.close(remove=not scratch.list())
 
@@ -77,8 +84,17 @@ async def assemble(settings: Settings, edge_id: str, log: Log) -> Parts:
         scratch_bytes=scratch.size_bytes,
         scratch_is_memory=scratch.in_memory,
         features=found,
+        stores=stores,
         close=close,
     )
+
+
+def load_stores(path: Path) -> Stores:
+    """The operator's remote stores. Raises BadSettings."""
+    try:
+        return load(path)
+    except (InvalidRequest, OSError) as error:
+        raise BadSettings(f"{path}: {error}") from None
 
 
 def probed_features() -> tuple[Feature, ...]:

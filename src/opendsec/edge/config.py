@@ -46,6 +46,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     uid_ranges: int
     scratch_driver: str
     scratch_size: int | None
+    loading: str
+    cache_size: int | None
     keep_ended_s: float
     keep_ended: int
     keep_actions_s: float
@@ -155,6 +157,14 @@ FIELDS: dict[str, _Field] = {
     "uid_ranges": _Field(_integer(1, 65_534), UID_RANGES, "how many ranges of 65,536 uids there are"),
     "scratch_driver": _Field(_choice("auto", "btrfs", "tmpfs"), "auto", "where writable files of sandboxes live: auto, btrfs, tmpfs"),
     "scratch_size": _Field(_size, None, "size of the scratch pool; default: chosen by the driver"),
+    "loading": _Field(
+        _choice("auto", "fanotify", "fuse", "whole"),
+        "auto",
+        "how content of images from stores is loaded: when first read, by fanotify or fuse; whole before use; auto: the best there is",
+    ),
+    "cache_size": _Field(
+        _size, None, "local size of loaded content; the least used goes first. Default: a tenth of the disk, 100 GiB at most"
+    ),
     "keep_ended_s": _Field(_number(0.0, 1e9), 86_400.0, "seconds for which ended sandboxes are remembered"),
     "keep_ended": _Field(_integer(0, 1_000_000), 10_000, "how many ended sandboxes are remembered"),
     "keep_actions_s": _Field(_number(0.0, 1e9), 7 * 86_400.0, "seconds for which results of actions are kept after their sandbox ended"),

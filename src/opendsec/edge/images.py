@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,7 +25,6 @@ from opendsec.api.images import (
     LintReport,
     PullRequest,
     PushRequest,
-    StoreInfo,
     StoreList,
     WarmRequest,
 )
@@ -33,11 +32,11 @@ from opendsec.api.references import Reference, check_dockerfile
 from opendsec.edge.progress import Progress, Work, streamed
 from opendsec.images import names
 from opendsec.images.build import build, check
+from opendsec.images.remote.config import Stores
 from opendsec.images.store import GRACE_S, ImageStore, Resolved
 
 if TYPE_CHECKING:
     from opendsec.edge.node import Node
-    from opendsec.images.remote.store import RemoteStore
 
 FRESH_S = 1.0  # a resolved name is trusted for so long: resolving reads several small files, a burst of creates asks the same
 
@@ -54,17 +53,9 @@ def _silent(kind: str, sandbox_id: str | None = None, **data: str | int | float 
 class Catalog:
     """Images by name, with the names of the last second kept in memory."""
 
-    def __init__(
-        self,
-        store: ImageStore,
-        *,
-        remotes: Mapping[str, RemoteStore] | None = None,
-        stores: Sequence[StoreInfo] = (),
-        emit: Emit = _silent,
-    ) -> None:
+    def __init__(self, store: ImageStore, *, stores: Stores | None = None, emit: Emit = _silent) -> None:
         self.store, self.emit = store, emit
-        self.remotes: Mapping[str, RemoteStore] = remotes or {}
-        self._stores = tuple(stores)
+        self.remotes = stores or Stores({})
         self._fresh: dict[tuple[str, tuple[str, ...]], tuple[float, Resolved]] = {}
 
     # --- reading -----------------------------------------------------------------------------------------------------
@@ -98,7 +89,7 @@ class Catalog:
 
     def stores(self) -> StoreList:
         """The remote stores, without credentials."""
-        return StoreList(self._stores)
+        return StoreList(self.remotes.infos())
 
     async def inspect(self, name: str) -> ImageDetail:
         """An image, and how much of each of its layers is here. Raises NotFound."""
@@ -203,7 +194,7 @@ class Catalog:
 
         async def work(progress: Progress) -> ImageInfo:
             if reference.transport == "store":
-                remote, name = self._remote(reference.place), request.name or reference.image_name
+                remote, name = self.remotes.get(reference.place, field="reference"), request.name or reference.image_name
                 from opendsec.images.transfer import pull_image
 
                 image = await pull_image(self.store, reference.name, remote, name=name, progress=progress, lazy=request.lazy)
@@ -226,7 +217,7 @@ class Catalog:
             if reference.transport == "store":
                 from opendsec.images.transfer import push_image
 
-                remote = self._remote(reference.place)
+                remote = self.remotes.get(reference.place, field="reference")
                 if not remote.writable:
                     raise Denied(f"the store {reference.place!r} is configured read-only", field="reference")
                 await push_image(self.store, request.name, remote, name=reference.name, progress=progress)
@@ -258,10 +249,3 @@ class Catalog:
                     yield event
         finally:
             self._fresh.clear()
-
-    def _remote(self, name: str) -> RemoteStore:
-        remote = self.remotes.get(name)
-        if remote is None:
-            there = f"stores here: {', '.join(sorted(self.remotes))}" if self.remotes else "the operator has configured none"
-            raise NotFound(f"no store {name!r}; {there}", field="reference")
-        return remote

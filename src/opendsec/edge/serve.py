@@ -61,7 +61,7 @@ async def serve(settings: Settings, log: Log, assembling: Assemble, *, stop: asy
             journal=journal,
             actions=Actions(journal, results, clock.time, log),
             backends=parts.backends,
-            images=Catalog(parts.images),
+            images=Catalog(parts.images, stores=parts.stores, emit=events.emit),
             policy=parts.policy(settings),
             uids=UidRanges(settings.uid_base, settings.uid_ranges, excluded=_foreign_uids()),
             events=events,
