@@ -1,0 +1,561 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers that tests and benchmarks fetch from: on loopback, or in a network namespace that is made for them and goes with them.
+
+    with FaultServer(folder) as web:            # files with ranges; counts; fails as it is told
+        web.fail("cut", match="data.blob", times=2)
+        web.url, web.requests, web.sent_bytes
+        gate = web.hold("data.blob")            # the next request for it waits: gate.wait_arrived(), gate.release()
+
+    with s3_server() as s3:                     # s3.url, s3.options
+    with nginx_server(folder, latency_ms=20, rate_mbit=1000) as web:      # web.url, web.counts(); needs root
+
+`FaultServer` lives in this process, in daemon threads; the others are processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import http.server
+import json
+import os
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import urllib.parse
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from tests.support import ROOT
+
+FaultKind = Literal["status", "cut", "wrong", "short", "stall", "drop"]
+
+
+@dataclass
+class Fault:
+    """What goes wrong, at requests whose path contains `match`.
+
+    status   an answer with `status`, 503 if not said otherwise
+    cut      the connection ends in the middle of the content
+    wrong    one bit of the content is another
+    short    a proper answer, but to a smaller range
+    stall    the headers and half of the content come, then nothing; the connection stays until the server is closed
+    drop     the connection ends without an answer
+    """
+
+    kind: FaultKind
+    match: str = ""
+    times: int = 1 << 30
+    after: int = 0  # so many matching requests go well first
+    status: int = 503
+    method: str = "GET"
+
+
+@dataclass
+class Request:
+    method: str
+    path: str
+    start: int = 0
+    length: int = 0  # of the content that was asked for
+    sent: int = 0
+    status: int = 0
+    authorization: str = ""
+
+
+class Gate:
+    """Requests that wait until they are let through."""
+
+    def __init__(self, match: str) -> None:
+        self.match = match
+        self._arrived, self._released = threading.Event(), threading.Event()
+
+    def wait_arrived(self, timeout_s: float = 30) -> None:
+        assert self._arrived.wait(timeout_s), f"no request for {self.match!r} came"
+
+    def release(self) -> None:
+        self._released.set()
+
+    def pass_through(self) -> None:
+        self._arrived.set()
+        self._released.wait()
+
+
+class FaultServer:
+    def __init__(self, root: Path, *, writable: bool = False) -> None:
+        self.root, self.writable = root, writable
+        self.requests: list[Request] = []
+        self.most_at_once = 0
+        self._faults: list[Fault] = []
+        self._gates: list[Gate] = []
+        self._changed = threading.Condition()
+        self._closing = threading.Event()
+        self._active = 0
+        self._connections: set[socket.socket] = set()
+        self._server = _Server(self)
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True, name="fault server")
+
+    def __enter__(self) -> FaultServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._closing.set()
+        for gate in self._gates:
+            gate.release()
+        self._server.shutdown()
+        self._server.server_close()
+        self.drop_connections()
+        self._thread.join()
+        with self._changed:
+            # So that no descriptor of a connection outlives the test.
+            assert self._changed.wait_for(lambda: not self._connections, timeout=10)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    # --- what it is to do ------------------------------------------------------------------------------------------
+
+    def fail(
+        self, kind: FaultKind, *, match: str = "", times: int = 1 << 30, after: int = 0, status: int = 503, method: str = "GET"
+    ) -> Fault:
+        fault = Fault(kind, match, times, after, status, method)
+        with self._changed:
+            self._faults.append(fault)
+        return fault
+
+    def heal(self) -> None:
+        with self._changed:
+            self._faults.clear()
+
+    def hold(self, match: str) -> Gate:
+        gate = Gate(match)
+        with self._changed:
+            self._gates.append(gate)
+        return gate
+
+    def let_go(self) -> None:
+        """No request is held from now on."""
+        with self._changed:
+            gates, self._gates = self._gates, []
+        for gate in gates:
+            gate.release()
+
+    def drop_connections(self) -> None:
+        """As if the server's machine had died and come back."""
+        with self._changed:
+            for connection in self._connections:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    # --- what it saw -----------------------------------------------------------------------------------------------
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of content, headers left out."""
+        return sum(request.sent for request in list(self.requests))
+
+    def reset(self) -> None:
+        with self._changed:
+            self.requests.clear()
+            self.most_at_once = 0
+
+    def wait_requests(self, count: int, match: str = "", timeout_s: float = 30) -> None:
+        """Until so many requests for paths with `match` in them have been answered."""
+        with self._changed:
+            found = self._changed.wait_for(lambda: sum(match in request.path for request in self.requests) >= count, timeout_s)
+        assert found, f"{len(self.requests)} requests came"
+
+    # --- for the handler -------------------------------------------------------------------------------------------
+
+    def arrive(self, request: Request) -> Fault | None:
+        with self._changed:
+            self._active += 1
+            self.most_at_once = max(self.most_at_once, self._active)
+            gate = next((gate for gate in self._gates if gate.match in request.path), None)
+        if gate is not None:
+            gate.pass_through()
+        with self._changed:
+            for fault in self._faults:
+                if fault.match in request.path and fault.method == request.method and fault.times > 0:
+                    if fault.after > 0:
+                        fault.after -= 1
+                        return None
+                    fault.times -= 1
+                    return fault
+        return None
+
+    def leave(self, request: Request) -> None:
+        with self._changed:
+            self._active -= 1
+            self.requests.append(request)
+            self._changed.notify_all()
+
+    def stay(self) -> None:
+        self._closing.wait()
+
+    def connected(self, connection: socket.socket) -> None:
+        with self._changed:
+            self._connections.add(connection)
+
+    def disconnected(self, connection: socket.socket) -> None:
+        with self._changed:
+            self._connections.discard(connection)
+            self._changed.notify_all()
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 256
+
+    def __init__(self, owner: FaultServer) -> None:
+        self.owner = owner
+        super().__init__(("127.0.0.1", 0), _Handler)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Clients that go away are part of the tests."""
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: _Server
+
+    def handle(self) -> None:
+        self.server.owner.connected(self.connection)
+        try:
+            super().handle()
+        finally:
+            self.server.owner.disconnected(self.connection)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Silent."""
+
+    def do_GET(self) -> None:
+        self._serve()
+
+    def do_HEAD(self) -> None:
+        self._serve()
+
+    def do_PUT(self) -> None:
+        self._serve()
+
+    def do_DELETE(self) -> None:
+        self._serve()
+
+    def _serve(self) -> None:
+        owner = self.server.owner
+        path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
+        request = Request(self.command, path, authorization=self.headers.get("Authorization", ""))
+        fault = owner.arrive(request)
+        try:
+            body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
+            if fault is not None and fault.kind == "drop":
+                self.close_connection = True
+            elif fault is not None and fault.kind == "status":
+                self._answer(request, fault.status, b"told to fail\n")
+            elif self.command == "PUT":
+                self._put(request, body)
+            elif self.command == "DELETE":
+                self._delete(request)
+            else:
+                self._get(request, fault)
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
+        finally:
+            owner.leave(request)
+
+    def _file(self, request: Request) -> Path:
+        root = self.server.owner.root
+        path = (root / request.path.lstrip("/")).resolve()
+        return path if path.is_relative_to(root.resolve()) else root / "nowhere"
+
+    def _answer(self, request: Request, status: int, body: bytes = b"") -> None:
+        request.status = status
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _put(self, request: Request, body: bytes) -> None:
+        if not self.server.owner.writable:
+            return self._answer(request, 405)
+        path = self._file(request)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staged = path.with_name(f"{path.name}.{threading.get_ident()}")
+        staged.write_bytes(body)
+        os.replace(staged, path)
+        return self._answer(request, 201)
+
+    def _delete(self, request: Request) -> None:
+        self._file(request).unlink(missing_ok=True)
+        self._answer(request, 204)
+
+    def _get(self, request: Request, fault: Fault | None) -> None:
+        try:
+            file = open(self._file(request), "rb")  # noqa: SIM115
+        except OSError:
+            return self._answer(request, 404)
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            start, end = 0, size
+            if found := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+                start, end = int(found[1]), min(size, int(found[2] or size) + 1)
+                if start >= size:
+                    return self._answer(request, 416)
+            request.start, request.length = start, end - start
+            if fault is not None and fault.kind == "short":
+                end = start + (end - start) // 2
+            request.status = 206 if "Range" in self.headers else 200
+            self.send_response(request.status)
+            self.send_header("Content-Length", str(end - start))
+            self.send_header("Accept-Ranges", "bytes")
+            self.send_header("Last-Modified", self.date_time_string(int(os.fstat(file.fileno()).st_mtime)))
+            if request.status == 206:
+                self.send_header("Content-Range", f"bytes {start}-{end - 1}/{size}")
+            self.end_headers()
+            if self.command == "HEAD":
+                return None
+            if fault is not None and fault.kind in ("cut", "stall"):
+                end = start + (end - start) // 2
+            self._content(request, file.fileno(), start, end, wrong=fault is not None and fault.kind == "wrong")
+            if fault is not None and fault.kind in ("cut", "stall"):
+                self.close_connection = True
+                if fault.kind == "stall":
+                    self.server.owner.stay()
+        return None
+
+    def _content(self, request: Request, fd: int, start: int, end: int, *, wrong: bool) -> None:
+        at = start
+        while at < end:
+            block = bytearray(os.pread(fd, min(1 << 20, end - at), at))
+            if wrong:
+                block[len(block) // 2] ^= 1
+                wrong = False
+            self.wfile.write(block)
+            at += len(block)
+            request.sent += len(block)
+
+
+# --- S3 ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class S3:
+    url: str  # of a bucket that is there
+    endpoint: str
+    options: dict[str, str] = field(default_factory=dict)
+
+
+S3_SECRET = "PLANTED-S3-SECRET"
+
+
+@contextlib.contextmanager
+def s3_server() -> Iterator[S3]:
+    """moto: it checks no signatures, but is S3 in all else that we use."""
+    port = _free_port()
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            _until_listening(("127.0.0.1", port), process)
+            connection = http.client.HTTPConnection("127.0.0.1", port)
+            connection.request("PUT", "/images")
+            answer = connection.getresponse()
+            assert answer.status == 200, answer.read()
+            connection.close()
+            endpoint = f"http://127.0.0.1:{port}"
+            options = {"endpoint": endpoint, "region": "us-east-1", "access_key_id": "test", "secret_access_key": S3_SECRET}
+            yield S3("s3://images/some/prefix", endpoint, options)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _until_listening(address: tuple[str, int], process: subprocess.Popen[bytes], timeout_s: float = 30) -> None:
+    """A server that somebody else wrote tells nobody when it listens, so this asks."""
+    waited = threading.Event()
+    for _ in range(int(timeout_s / 0.05)):
+        try:
+            socket.create_connection(address, timeout=1).close()
+            return
+        except OSError:
+            assert process.poll() is None, f"the server ended with {process.returncode}"
+            waited.wait(0.05)
+    raise AssertionError(f"nothing listens on {address}")
+
+
+# --- nginx behind a slow line --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Counts:
+    """Of what crossed the line, all headers included."""
+
+    connections: int
+    requests: int
+    sent_bytes: int  # to clients
+
+
+@dataclass
+class Nginx:
+    url: str
+    _log: Path
+    _proxy: subprocess.Popen[bytes]
+
+    def counts(self) -> Counts:
+        """Since the start."""
+        assert self._proxy.stdin is not None and self._proxy.stdout is not None
+        self._proxy.stdin.write(b"counts\n")
+        self._proxy.stdin.flush()
+        connections, sent = json.loads(self._proxy.stdout.readline())
+        return Counts(connections, len(self._log.read_bytes().splitlines()), sent)
+
+
+_NGINX = """
+daemon off; master_process off; pid {work}/pid; error_log {work}/error.log; worker_rlimit_nofile 4096; user root;
+events {{ worker_connections 2048; }}
+http {{
+    access_log {work}/access.log combined; sendfile on; tcp_nodelay on; keepalive_requests 1000000;
+    client_body_temp_path {work}/b; proxy_temp_path {work}/p; fastcgi_temp_path {work}/f; uwsgi_temp_path {work}/u; scgi_temp_path {work}/s;
+    default_type application/octet-stream;
+    server {{ listen 127.0.0.1:80; location / {{ root {root}; }} }}
+}}
+"""
+
+
+@contextlib.contextmanager
+def nginx_server(root: Path, *, latency_ms: float = 0, rate_mbit: int = 0) -> Iterator[Nginx]:
+    """nginx in a network namespace of its own, reached over a veth that carries `rate_mbit` (tc tbf). Kernels without netem have
+    nothing that delays packets, so a proxy in the namespace does: what goes either way waits half of `latency_ms`."""
+    with contextlib.ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        (work / "nginx.conf").write_text(_NGINX.format(work=work, root=root))
+        start = f"ip link set lo up && exec nginx -c {work}/nginx.conf -e {work}/error.log"
+        nginx = stack.enter_context(_running(["unshare", "--net", "sh", "-c", start]))
+        _until_apart(nginx)
+        here, number = f"dsect{secrets.token_hex(4)}", secrets.randbelow(1 << 14) * 4
+        network = f"10.231.{number >> 8}."
+        mine, address = f"{network}{(number & 255) + 1}", f"{network}{(number & 255) + 2}"
+        inside = ["nsenter", f"--net=/proc/{nginx.pid}/ns/net"]
+        _run("ip", "link", "add", here, "type", "veth", "peer", "name", "dsec0", "netns", str(nginx.pid))
+        # The veth goes with the namespace, but some time later.
+        stack.callback(subprocess.run, ["ip", "link", "del", here], check=False, stderr=subprocess.DEVNULL)
+        _run("ip", "addr", "add", f"{mine}/30", "dev", here)
+        _run("ip", "link", "set", here, "up")
+        _run(*inside, "ip", "addr", "add", f"{address}/30", "dev", "dsec0")
+        _run(*inside, "ip", "link", "set", "dsec0", "up")
+        if rate_mbit:
+            shape = ("root", "tbf", "burst", "256kb", "latency", "400ms", "rate", f"{rate_mbit}mbit")
+            _run(*inside, "tc", "qdisc", "add", "dev", "dsec0", *shape)
+        program = [*inside, sys.executable, "-m", "tests.services", address, str(latency_ms / 2000)]
+        proxy = stack.enter_context(_running(program, piped=True))
+        assert proxy.stdout is not None
+        assert proxy.stdout.readline() == b"ready\n"
+        yield Nginx(f"http://{address}:8080", work / "access.log", proxy)
+
+
+@contextlib.contextmanager
+def _running(command: list[str], *, piped: bool = False) -> Iterator[subprocess.Popen[bytes]]:
+    pipe = subprocess.PIPE if piped else None
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd=ROOT, start_new_session=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+
+
+def _until_apart(process: subprocess.Popen[bytes]) -> None:
+    waited = threading.Event()
+    for _ in range(400):
+        assert process.poll() is None, f"nginx ended with {process.returncode}"
+        if os.readlink(f"/proc/{process.pid}/ns/net") != os.readlink("/proc/self/ns/net"):
+            return
+        waited.wait(0.01)
+    raise AssertionError("no network namespace")
+
+
+class _Proxy:
+    """Passes connections on to nginx, everything later by a fixed time, and counts."""
+
+    def __init__(self, delay_s: float) -> None:
+        self.delay_s, self.connections, self.sent = delay_s, 0, 0
+
+    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        await asyncio.sleep(2 * self.delay_s)  # the round trip of the handshake, for which the kernel took no time
+        from_nginx, to_nginx = await self.connect()
+        there = self.pump(reader, to_nginx, 0)
+        await asyncio.gather(there, self.pump(from_nginx, writer, 1))
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        while True:
+            try:
+                return await asyncio.open_connection("127.0.0.1", 80, limit=1 << 20)
+            except ConnectionRefusedError:
+                await asyncio.sleep(0.02)  # nginx is starting
+
+    async def pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, counted: int) -> None:
+        clock = asyncio.get_running_loop().time
+        line: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(256)
+
+        async def read() -> None:
+            block = b"-"
+            while block:
+                try:
+                    block = await reader.read(256 << 10)
+                except OSError:
+                    block = b""
+                await line.put((clock() + self.delay_s, block))
+
+        reading = asyncio.ensure_future(read())
+        try:
+            while True:
+                due, block = await line.get()
+                if (wait := due - clock()) > 0:
+                    await asyncio.sleep(wait)
+                if not block:
+                    break
+                writer.write(block)
+                await writer.drain()
+                self.sent += counted * len(block)
+        except OSError:
+            pass
+        finally:
+            reading.cancel()
+            writer.close()
+
+
+async def _proxy(address: str, delay_s: float) -> None:
+    proxy, loop = _Proxy(delay_s), asyncio.get_running_loop()
+    async with await asyncio.start_server(proxy.connected, address, 8080, limit=1 << 20, backlog=1024):
+        print("ready", flush=True)
+        while await loop.run_in_executor(None, sys.stdin.readline):
+            print(json.dumps([proxy.connections, proxy.sent]), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(_proxy(sys.argv[1], float(sys.argv[2])))
