@@ -42,6 +42,7 @@ OPAQUE, REDIRECT, METACOPY = "trusted.overlay.opaque", "trusted.overlay.redirect
 CAPABILITY = "security.capability"
 _KEPT = frozenset((CAPABILITY, "system.posix_acl_access", "system.posix_acl_default"))  # besides OPAQUE and `user.*`
 MOST_FINDINGS = 2000
+LONGEST_NAME = 254  # mkfs.erofs (1.5 to 1.8) cuts the last byte of longer ones, and then does not find them
 _READABLE_PATH = 1000
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -254,6 +255,8 @@ class _Work:
                 for name in sorted(map(os.fsencode, os.listdir(fd)), reverse=True):
                     below = path + b"/" + name if path else name
                     status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                    if len(name) > LONGEST_NAME:
+                        raise Unsupported(f"a name of {len(name)} bytes cannot be packed, only up to {LONGEST_NAME}: {_shown(below)!r}")
                     rule = self._scrubbed(below, name, status, fd, covering)
                     if rule is not None and not (stat.S_ISDIR(status.st_mode) and self._piecewise()):
                         self._take_away(below, status, rule)
@@ -351,8 +354,7 @@ class _Work:
         self.scrubbed_bytes += size
         self._findings += 1
         if self._findings <= MOST_FINDINGS:
-            shown = "/" + path[:_READABLE_PATH].decode(errors="backslashreplace")
-            self.found(Finding(rule=rule.name, path=shown, message=rule.reason, bytes=size))
+            self.found(Finding(rule=rule.name, path=_shown(path), message=rule.reason, bytes=size))
         elif self._findings == MOST_FINDINGS + 1:
             self.found(Finding(rule="scrub.more", path="/", message=f"more than {MOST_FINDINGS} paths; the others are not listed"))
 
@@ -412,6 +414,10 @@ class _Work:
 
 def _in(fd: int, name: bytes) -> bytes:
     return os.fsencode(procfs.fd_path(fd)) + b"/" + name
+
+
+def _shown(path: bytes) -> str:
+    return "/" + path[:_READABLE_PATH].decode(errors="backslashreplace")
 
 
 def _own(number: int, base: int) -> int:
