@@ -42,18 +42,23 @@ def test_images() -> Path:
 
 def base_store() -> Path:
     """As the fixture, for programs that are no tests."""
+    return kept_store(REQUEST)
+
+
+def kept_store(request: BuildRequest) -> Path:
+    """The root of an ImageStore with the image that `request` makes, built if it is not kept yet."""
     parent = Path(os.environ.get("OPENDSEC_TEST_IMAGES", "/var/tmp/opendsec-test-images"))
-    root = parent / _key()
+    root = parent / _key(request)
     parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    fd = os.open(parent / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = os.open(parent / f"{root.name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)  # concurrent sessions wait for the one that builds
         store = ImageStore(root)
-        if not any(image.name == BASE for image in store.list().images):
+        if not any(image.name == request.name for image in store.list().images):
             store.prepare()
             last: list[BuildEvent] = []
             try:
-                asyncio.run(build(store, REQUEST, progress=last.append, allow_host_paths=False))
+                asyncio.run(build(store, request, progress=last.append, allow_host_paths=False))
             except Exception as error:
                 error.add_note(f"while building the image for tests; it said: {[event.message for event in last[-5:]]}")
                 raise
@@ -62,9 +67,9 @@ def base_store() -> Path:
     return root
 
 
-def _key() -> str:
+def _key(request: BuildRequest) -> str:
     sources = [entry.stanza() for entry in debian.machine_sources(Path("/etc/apt"))]
-    inputs = [msgspec.json.encode(REQUEST), f"{layers.VERSION} {REVISION}".encode(), *map(str.encode, sources)]
+    inputs = [msgspec.json.encode(request), f"{layers.VERSION} {REVISION}".encode(), *map(str.encode, sources)]
     return hashlib.sha256(b"\0".join(inputs)).hexdigest()[:16]
 
 

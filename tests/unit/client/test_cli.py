@@ -17,8 +17,9 @@ from typing import NamedTuple, Protocol
 
 import pytest
 
+from opendsec.api.images import BuildEvent
 from opendsec.client import aio
-from opendsec.client.cli import main
+from opendsec.client.cli import main, progress
 from opendsec.client.results import StreamEvent
 from opendsec.testing.fakes.edge import FakeEdge
 
@@ -75,10 +76,18 @@ def test_run_passes_on_output_and_exit_code(dsec: Dsec, edge: FakeEdge) -> None:
         (("kill", "sb_0000000000000000"), 125, "no sandbox"),
         (("cp", "/etc/hostname", "/tmp/x"), 125, "exactly one of both"),
         (("cp", "sb_0000000000000000:/x", "/tmp/never"), 125, "no sandbox"),
-        (("image", "build", "x"), 125, "exactly one of --from and --debian"),
+        (("image", "build", "x"), 125, "exactly one of --from, --debian and --dockerfile"),
         (("image", "build", "broken", "--from", "/etc/apt"), 125, "it is broken"),
         (("image", "rm", "no-such"), 125, "no image"),
         (("image", "compose", "a", "no-such", "toolkit:x@1"), 125, "no image"),
+        (("image", "pull", "debian"), 125, "must look like 'docker://HOST/NAME:TAG'"),
+        (("image", "pull", "oci:/x", "--token", "SECRET"), 125, "only a registry takes a token"),
+        (("image", "push", "no-such", "store:depot/x"), 125, "no image"),
+        (("image", "inspect", "no-such"), 125, "no image"),
+        (("image", "diff", "debian", "/etc"), 125, "must be the name of an image"),
+        (("image", "build", "x", "--dockerfile", "/no/such/directory"), 125, "no such directory"),
+        (("image", "build", "x", "--dockerfile", ".", "--file", "/no/such/file"), 125, "cannot be read"),
+        (("pack", "sb_0000000000000000", "x"), 125, "must look like 'name@version'"),
         (("bench", "no-such"), 125, "no benchmark is called"),
         (("rollout", "/no/such/tasks.jsonl", "--out", "/tmp/never"), 125, "cannot read"),
         (("run",), 2, "Usage"),
@@ -227,6 +236,47 @@ def test_images(dsec: Dsec, tmp_path: Path) -> None:
     assert dsec("image", "rm", "mixed").code == 0
     assert "1 layers" in dsec("image", "gc").out
     assert dsec("image", "build", "broken", "--from", str(tmp_path)).err.count("it is broken") == 1
+
+
+def test_images_come_and_go(dsec: Dsec, tmp_path: Path) -> None:
+    assert "pushed to store:depot/x:1" in dsec("image", "push", "debian", "store:depot/x:1").out
+    pulled = dsec("image", "pull", "store:depot/x:1", "--name", "mine")
+    assert "image mine:" in pulled.out and "layer 1 of 1" in pulled.err
+    assert json.loads(dsec("image", "pull", "store:depot/x:1", "--json").out)["name"] == "x:1"
+    assert dsec("image", "push", "debian", f"oci:{tmp_path}/layout:v1").code == 0
+    assert "depot" in dsec("image", "stores").out
+    assert "mine is warm" in dsec("image", "warm", "mine").out
+    assert "exit code 0" in dsec("image", "trace", "mine", "sh", "-c", "echo --json").out
+    assert json.loads(dsec("image", "trace", "--json", "mine", "true").out)["name"] == "mine"
+
+
+def test_pack_and_what_can_be_asked_of_it(dsec: Dsec) -> None:
+    box = dsec("create", "debian").out.strip()
+    assert "image made:1: layer workspace:made@1" in dsec("pack", box, "made@1", "--scrub", "/root/*.log").out
+    assert json.loads(dsec("pack", box, "made@2", "--kind", "toolkit", "--json").out)["layer"]["names"] == ["toolkit:made@2"]
+    shown = dsec("image", "inspect", "made:1").out
+    assert "workspace:made@1" in shown and "HERE" in shown
+    assert dsec("image", "diff", "debian", "made:1").out.startswith("A ")
+    assert json.loads(dsec("image", "diff", "debian", "made:1", "--json").out)["entries"]
+    assert dsec("image", "lint", "made:1", "--package", "astropy").code == 0
+    assert "as it should be" in dsec("image", "verify", "made:1").out
+    assert json.loads(dsec("image", "verify", "made:1", "--json").out)["findings"] == []
+    assert json.loads(dsec("image", "gc", "--grace", "3600", "--json").out)["digests"] == []
+
+
+def test_bars_show_bytes_and_what_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "140")
+    with progress.work("pulling x") as tell:
+        tell(BuildEvent(kind="step", message="unpacking"))
+        tell(BuildEvent(kind="progress", what="layer 1 of 2", done_bytes=1 << 20, total_bytes=4 << 20))
+    assert "layer 1 of 2" in screen.getvalue() and "1.0/4.0 MiB" in screen.getvalue()
 
 
 def test_help_and_version(dsec: Dsec) -> None:
