@@ -142,6 +142,10 @@ class ImageStore:
                 at = f" in {len(wrong)} of {expected.count} chunks, the first at byte {expected.span(wrong[0])[0]}" if wrong else ""
             raise _damaged(digest, f"{formats.DATA} does not match its checksum{at}")
 
+    def image(self, name: str, field: str = "name") -> ImageRef:
+        """Raises InvalidRequest or NotFound with that field, Internal."""
+        return self._refs.image(name, field)
+
     def record(self, digest: str) -> LayerRecord:
         """Raises NotFound, Internal."""
         return self._record(digest)
@@ -262,12 +266,14 @@ class ImageStore:
             self._refs.write_layer(LayerNameRef(name=str(name), digest=digest, created_at=self._clock()))
             return _layer_info(layer, self._refs.names_of(digest))
 
-    def name_image(self, name: str, digests: Sequence[str], config: ImageConfig) -> ImageInfo:
+    def name_image(
+        self, name: str, digests: Sequence[str], config: ImageConfig, *, notes: Sequence[str] = (), source: str = ""
+    ) -> ImageInfo:
         """Let `name` mean these layers, lowest first; it replaces what the name meant before. Raises InvalidRequest, NotFound."""
         names.check_image_name(name, "name")
         with self._locked(fcntl.LOCK_SH):
             found = {digest: self._record(digest) for digest in digests}
-            ref = ImageRef(name=name, layers=tuple(digests), config=config, created_at=self._clock())
+            ref = ImageRef(name=name, layers=tuple(digests), config=config, created_at=self._clock(), notes=tuple(notes), source=source)
             self._refs.write_image(ref)
             return _image_info(ref, found)
 
