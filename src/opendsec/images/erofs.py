@@ -55,13 +55,13 @@ def pack(source: Path, out: Path, *, all_root: bool) -> None:
         raise Internal(f"mkfs.erofs failed with status {done.returncode}: {said}")
 
 
-def digest(directory: Path, progress: Callable[[int], None] = lambda done: None) -> tree.TreeDigest:
+def digest(directory: Path, progress: Callable[[int], None] = lambda done: None, *, times: bool = False) -> tree.TreeDigest:
     """The digest of a packed layer, from the tree as mounted (attached nowhere)."""
     fd = mounts.mount_erofs(directory / META, directory / DATA)
     try:
         root = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=fd)
         try:
-            return tree.digest(root, progress=progress)
+            return tree.digest(root, times=times, progress=progress)
         finally:
             os.close(root)
     finally:

@@ -10,6 +10,9 @@ the tree's). Times are left out because nearly every way to make a tree twice gi
 files (`erofs.TIMESTAMP`). What that costs: tools that compare times see "unchanged", also where a tree was packed half built; and
 `.pyc` files, which hold the time of their source, are rewritten to hold this one (`pyc`).
 
+A layer of an OCI image keeps the times that the image has (`.pyc` files there are valid by them), so its digest is of another form, in
+which the modification time of each entry is in its line: else two layers that differ in times alone would be one.
+
 Packed layers are digested as mounted, so the digest is of what a sandbox will see, whatever changed at the source meanwhile.
 """
 
@@ -23,7 +26,7 @@ from typing import NamedTuple
 
 from opendsec.kernel import procfs
 
-_HEADER = b"opendsec-tree-1\n"
+_HEADER, _HEADER_TIMES = b"opendsec-tree-1\n", b"opendsec-tree-1-times\n"
 _IGNORED_XATTRS = frozenset({"security.selinux"})
 _BLOCK = 1 << 20
 
@@ -48,17 +51,17 @@ class TooDeep(Exception):
     """A path of the tree is longer than the kernel takes; the message has its beginning."""
 
 
-def digest(root_fd: int, *, progress: Callable[[int], None] = lambda done: None) -> TreeDigest:
+def digest(root_fd: int, *, times: bool = False, progress: Callable[[int], None] = lambda done: None) -> TreeDigest:
     """The digest of the tree at a directory descriptor. `progress` gets the content bytes read so far. Raises OSError, TooDeep."""
-    walk = _Walk(root_fd, progress)
+    walk = _Walk(root_fd, progress, times)
     walk.directory(b".", os.fstat(root_fd))
     return TreeDigest(f"sha256:{walk.hash.hexdigest()}", walk.entries, walk.content_bytes)
 
 
 class _Walk:
-    def __init__(self, root_fd: int, progress: Callable[[int], None]) -> None:
-        self.root_fd, self.progress = root_fd, progress
-        self.hash = hashlib.sha256(_HEADER)
+    def __init__(self, root_fd: int, progress: Callable[[int], None], times: bool) -> None:
+        self.root_fd, self.progress, self.times = root_fd, progress, times
+        self.hash = hashlib.sha256(_HEADER_TIMES if times else _HEADER)
         self.entries = self.content_bytes = 0
         self.links: dict[tuple[int, int], bytes] = {}
         self.base = os.fsencode(procfs.fd_path(root_fd)) + b"/"
@@ -89,7 +92,8 @@ class _Walk:
             if first != path:
                 self.add(b"h", path, first)
                 return
-        self.add(_KINDS[kind], path, b"%o" % stat.S_IMODE(status.st_mode), b"%d" % status.st_uid, b"%d" % status.st_gid)
+        time = (b"%d" % status.st_mtime_ns,) if self.times else ()
+        self.add(_KINDS[kind], path, b"%o" % stat.S_IMODE(status.st_mode), b"%d" % status.st_uid, b"%d" % status.st_gid, *time)
         self.xattrs(path)
         if kind == stat.S_IFREG:
             self.add(*self.content(path))
