@@ -81,9 +81,7 @@ def check_config(config: ImageConfig) -> None:
         spec.check_text(argument, f"config.entrypoint[{index}]", limit=131_000)
 
 
-async def build(
-    store: ImageStore, request: BuildRequest, *, progress: Progress, allow_host_paths: bool
-) -> ImageInfo | LayerInfo:
+async def build(store: ImageStore, request: BuildRequest, *, progress: Progress, allow_host_paths: bool) -> ImageInfo | LayerInfo:
     """Make the layer that `request` asks for, publish and name it. A base becomes an image; the others become named layers.
 
     `progress` is called on the event loop with steps, counts and log lines as they happen, and with `done` at the end; when this
