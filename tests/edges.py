@@ -20,11 +20,15 @@ from tests.images import link_store
 class EdgeProcess:
     """`start`, `kill`, `stop` any number of times; `remove` at the end, which takes sandboxes and directories with it."""
 
-    def __init__(self, images: Path, arguments: Sequence[str] = ()) -> None:
+    def __init__(self, images: Path | None, arguments: Sequence[str] = (), *, stores: str = "") -> None:
+        """`images`: a store whose images it is to have; `stores`: the text of its `stores.toml`."""
         self.folder = Path(tempfile.mkdtemp(prefix="edge-", dir="/var/tmp"))  # on a disk; /tmp may be memory
         self.state_dir, self.run_dir = self.folder / "state", self.folder / "run"
         self.state_dir.mkdir()
-        link_store(images, self.state_dir / "images")
+        if images is not None:
+            link_store(images, self.state_dir / "images")
+        if stores:
+            (self.state_dir / "stores.toml").write_text(stores)
         self._arguments = tuple(arguments)
         self._process: subprocess.Popen[bytes] | None = None
         self.edge_id = ""

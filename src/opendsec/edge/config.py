@@ -158,9 +158,9 @@ FIELDS: dict[str, _Field] = {
     "scratch_driver": _Field(_choice("auto", "btrfs", "tmpfs"), "auto", "where writable files of sandboxes live: auto, btrfs, tmpfs"),
     "scratch_size": _Field(_size, None, "size of the scratch pool; default: chosen by the driver"),
     "loading": _Field(
-        _choice("auto", "fanotify", "fuse", "whole"),
+        _choice("auto", "fanotify", "fuse", "eager"),
         "auto",
-        "how content of images from stores is loaded: when first read, by fanotify or fuse; whole before use; auto: the best there is",
+        "how content of images from stores is loaded: when first read, by fanotify or fuse; eager: whole before use; auto: the best there is",
     ),
     "cache_size": _Field(
         _size, None, "local size of loaded content; the least used goes first. Default: a tenth of the disk, 100 GiB at most"
