@@ -160,7 +160,7 @@ FIELDS: dict[str, _Field] = {
     "loading": _Field(
         _choice("auto", "fanotify", "fuse", "eager"),
         "auto",
-        "how content of images from stores is loaded: when first read, by fanotify or fuse; eager: whole before use; auto: the best there is",
+        "how content of images from stores is loaded: when first read, by fanotify or fuse; eager: whole before use; auto: the best",
     ),
     "cache_size": _Field(
         _size, None, "local size of loaded content; the least used goes first. Default: a tenth of the disk, 100 GiB at most"
