@@ -95,10 +95,6 @@ class ImageStore:
             raise InvalidRequest(f"a sandbox may have at most {MAX_LAYERS} layers, with the image's own", field="layers")
         return Resolved(image=image, config=ref.config, layers=tuple(self.layer_ref(digest) for digest in digests))
 
-    def image_ref(self, name: str, field: str = "name") -> ImageRef:
-        """What an image's name means now. Raises InvalidRequest, NotFound, Internal."""
-        return self._refs.image(name, field)
-
     def layer_ref(self, digest: str) -> LayerRef:
         """The files of a layer, there and of the right size. Raises NotFound, Internal."""
         directory = self._directory(digest)
