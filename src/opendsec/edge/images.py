@@ -93,15 +93,25 @@ class Catalog:
 
     async def inspect(self, name: str) -> ImageDetail:
         """An image, and how much of each of its layers is here. Raises NotFound."""
-        listed = await self.list()
-        image = next((one for one in listed.images if one.name == name), None)
-        if image is None:
-            raise NotFound(f"no image {name!r}", field="name")
+        return await asyncio.to_thread(self._inspect, name)
+
+    def _inspect(self, name: str) -> ImageDetail:
+        ref, listed = self.store.image(name), self.store.list()
+        image = next(one for one in listed.images if one.name == name)
         layers = {one.digest: one for one in listed.layers}
-        return ImageDetail(image=image, layers=tuple(self._detail(layers[digest]) for digest in image.layers if digest in layers))
+        details = tuple(self._detail(layers[digest]) for digest in ref.layers if digest in layers)
+        return ImageDetail(image=image, layers=details, notes=ref.notes, source=ref.source)
 
     def _detail(self, layer: LayerInfo) -> LayerDetail:
-        return LayerDetail(layer=layer, local_bytes=layer.data_bytes, complete=True)
+        record, origin = self.store.record(layer.digest), self.store.origin(layer.digest)
+        return LayerDetail(
+            layer=layer,
+            local_bytes=0 if origin is not None else layer.data_bytes,
+            complete=origin is None,
+            origin=" ".join(origin.stores) if origin is not None else "",
+            chunks=-(-layer.data_bytes // record.chunk_bytes) if record.chunk_bytes else 0,
+            chunk_bytes=record.chunk_bytes,
+        )
 
     async def diff(self, a: str, b: str) -> DiffReport:
         """How the trees of two images or layers differ."""
