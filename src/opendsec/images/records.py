@@ -75,12 +75,16 @@ def read(path: Path, magic: str, version: int, kind: type[T]) -> T:
 
 
 def write(path: Path, magic: str, version: int, body: msgspec.Struct, *, temporary: Path) -> None:
-    """Make `path` this record, durably and at once: a reader sees the old one or the new one. `temporary`: a directory of the same
-    file system, cleared at start-up."""
+    """Make `path` this record. `temporary`: a directory of the same file system, cleared at start-up."""
+    write_bytes(path, encode(magic, version, body), temporary=temporary)
+
+
+def write_bytes(path: Path, data: bytes, *, temporary: Path) -> None:
+    """Make `path` a file of these bytes, durably and at once: a reader sees the old one or the new one."""
     staged = temporary / f"record-{secrets.token_hex(8)}"
     try:
         with open(staged, "xb") as file:
-            file.write(encode(magic, version, body))
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.rename(staged, path)

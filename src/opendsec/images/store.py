@@ -6,6 +6,7 @@
         layers/          sha256-<hex>/…, see `layers`; immutable once there
         refs/images/     a record for each image name: ordered digests and a config
         refs/layers/     a record for each `kind:name@version`: one digest
+        partial/         sha256-<hex>.<packing>: data of a layer that is being pulled; a pull that was cut short goes on from there
         traces/          sha256-<hex>/<name>: access traces of a layer; opaque here, they go when the layer goes
         cache/           sha256-<hex>/…: what was loaded of layers whose data is elsewhere; its owner is the loader, but it goes
                          when the layer goes
@@ -57,7 +58,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
 class ImageStore:
     def __init__(self, root: Path, *, data_source: DataSource | None = None, clock: Callable[[], float] = time.time) -> None:
         self.root = root
-        self.cache, self.traces = root / "cache", root / "traces"
+        self.cache, self.traces, self.partial = root / "cache", root / "traces", root / "partial"
         self._layers, self._temporary = root / "layers", root / "tmp"
         self._refs = References(root / "refs", self._temporary)
         self._data_source: DataSource = data_source or LocalData()
@@ -66,7 +67,7 @@ class ImageStore:
 
     def prepare(self) -> None:
         """Make the directories and clear what dead builders left. Before first use; may be repeated at any time."""
-        for folder in (self._layers, self._temporary, self.cache, self.traces):
+        for folder in (self._layers, self._temporary, self.cache, self.traces, self.partial):
             folder.mkdir(parents=True, exist_ok=True)
         self._refs.prepare()
         self.root.chmod(0o700)
@@ -127,7 +128,7 @@ class ImageStore:
 
         Data that was loaded from elsewhere is not looked at: each chunk of it was checked before it was kept."""
         directory, record = self._directory(digest), self._record(digest)
-        self._check_whole(digest)
+        self.check(digest)
         with open(directory / formats.META, "rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != record.meta_sha256:
                 raise _damaged(digest, f"{formats.META} does not match its checksum")
@@ -179,6 +180,13 @@ class ImageStore:
         except (Damaged, Missing) as error:
             raise _damaged(digest, str(error)) from None
 
+    def renew(self, digest: str) -> None:
+        """As if it were published now: for who found a layer here and means to name it. Raises NotFound, Internal."""
+        with self._locked(fcntl.LOCK_SH):
+            self.check(digest)
+            now = self._clock()
+            os.utime(self._directory(digest), (now, now))
+
     def used_by(self, digest: str) -> tuple[str, ...]:
         """The names that keep a layer: of images it is in, and its own."""
         return tuple(sorted({image.name for image in self._refs.images() if digest in image.layers})) + self._refs.names_of(digest)
@@ -228,7 +236,7 @@ class ImageStore:
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                     raise
                 try:
-                    self._check_whole(digest)
+                    self.check(digest)
                     if origin is None:
                         self._give_data(directory, record)
                 except Internal:
@@ -245,6 +253,14 @@ class ImageStore:
         if same and not (target / formats.DATA).exists():
             os.rename(directory / formats.DATA, target / formats.DATA)
             records.sync_directory(target)
+
+    def write_trace(self, digest: str, name: str, data: bytes) -> None:
+        """Keep an access trace with a layer; it replaces the one of that name. Raises NotFound, Internal."""
+        with self._locked(fcntl.LOCK_SH):
+            self._record(digest)
+            folder = self.traces / formats.directory_name(digest)
+            folder.mkdir(exist_ok=True)
+            records.write_bytes(folder / name, data, temporary=self._temporary)
 
     def add_data(self, digest: str, path: Path) -> None:
         """Make a finished file the data of a layer whose data was elsewhere. Its chunks must have been checked. Raises NotFound,
@@ -318,6 +334,7 @@ class ImageStore:
                 for path in (sorted(folder.iterdir()) if folder.is_dir() else ())
                 if not (self._layers / path.name).exists() and formats.digest_of(path) not in used and path.stat().st_mtime <= horizon
             ]
+            stray += [path for path in _idle_files(self.partial) if path.stat().st_mtime <= horizon]
             freed = sum(_disk_bytes(path) for digest in garbage for path in self._places(digest)) + sum(map(_disk_bytes, stray))
             if not dry_run:
                 for digest in garbage:
@@ -373,6 +390,8 @@ class ImageStore:
         # Out of sight first: a removal cut short leaves half a layer in tmp/, never in layers/.
         doomed = self._temporary / f"gc-{secrets.token_hex(8)}"
         try:
+            if path.is_file():
+                return path.unlink()
             os.rename(path, doomed)
         except FileNotFoundError:
             return
@@ -380,9 +399,9 @@ class ImageStore:
             if error.errno != errno.EXDEV:  # the cache may be a file system of its own
                 raise
             doomed = path
-        shutil.rmtree(doomed)
+        return shutil.rmtree(doomed)
 
-    def _check_whole(self, digest: str) -> None:
+    def check(self, digest: str) -> None:
         """That a layer has its files, of the right sizes. Raises NotFound, Internal."""
         directory, record = self._directory(digest), self._record(digest)
         try:
@@ -457,8 +476,18 @@ def _layer_info(record: LayerRecord, of: Sequence[str]) -> LayerInfo:
     )
 
 
+def _idle_files(folder: Path) -> Iterator[Path]:
+    """Files that nobody holds by flock."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        with contextlib.suppress(FileNotFoundError, BlockingIOError), open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            yield path
+
+
 def _disk_bytes(path: Path) -> int:
     """What removing a directory would give back, about."""
+    if path.is_file():
+        return path.stat().st_blocks * 512
     return sum(Path(folder, name).lstat().st_blocks * 512 for folder, _, files in os.walk(path) for name in files)
 
 
