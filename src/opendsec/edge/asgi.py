@@ -15,13 +15,12 @@ import msgspec
 from opendsec.api import wire
 from opendsec.api.errors import Internal, OpenDSecError, PlatformError, Unauthorized, Unavailable
 from opendsec.api.routes import ROUTES
-from opendsec.edge.http import Disconnected, Lines, Message, Raw, Receive, Request, Router, Send, parse_query
+from opendsec.edge.http import Disconnected, Duplex, Lines, Message, Raw, Receive, Request, Router, Send, parse_query
 from opendsec.edge.log import Log
 from opendsec.edge.turns import Turns, size_of
 
 _JSON = (b"content-type", b"application/json")
 _NDJSON = (b"content-type", b"application/x-ndjson")
-_BYTES = (b"content-type", b"application/octet-stream")
 
 
 class CutOff(Exception):
@@ -56,6 +55,8 @@ class App:
                 await send({"type": "http.response.body", "body": b""})
             elif isinstance(answer, Lines):
                 await self._send_lines(request, answer, send)
+            elif isinstance(answer, Duplex):
+                await self._send_duplex(request, answer, send)
             else:
                 await self._send_raw(request, answer, send)
         except Disconnected:
@@ -117,6 +118,37 @@ class App:
             await items.aclose()
         await send({"type": "http.response.body", "body": b""})
 
+    async def _send_duplex(self, request: Request, duplex: Duplex, send: Send) -> None:
+        """Send chunks of lines until they end, the client goes away, or the edge stops."""
+
+        async def pump() -> None:
+            try:
+                async for chunk in duplex.chunks:
+                    await send(_part(chunk))
+            finally:
+                await duplex.chunks.aclose()
+
+        request.started = True
+        await send({"type": "http.response.start", "status": 200, "headers": [_NDJSON]})
+        await send(_part(b""))  # the head at once: the client may send its body only as it gets answers
+        pumping, stop = asyncio.ensure_future(pump()), asyncio.ensure_future(self.stopping.wait())
+        try:
+            await asyncio.wait((pumping, stop), return_when=asyncio.FIRST_COMPLETED)
+            if not pumping.done():
+                raise Unavailable("the edge is stopping")
+            pumping.result()
+        except Disconnected:
+            raise
+        except Exception as error:
+            known = error if isinstance(error, OpenDSecError) else self._internal(request.route.method, request.route.path, error)
+            await send(_part(wire.encode_error(known) + b"\n"))
+        finally:
+            stop.cancel()
+            if not pumping.done():
+                pumping.cancel()
+                await asyncio.wait((pumping,))
+        await send({"type": "http.response.body", "body": b""})
+
     async def _send_raw(self, request: Request, raw: Raw, send: Send) -> None:
         """Send the chunks; an answer that turns out shorter or longer than promised is cut off, never padded."""
 
@@ -126,7 +158,9 @@ class App:
 
         try:
             first = await anext(raw.chunks, b"")
-            headers = [_BYTES] if raw.length is None else [_BYTES, (b"content-length", b"%d" % raw.length)]
+            headers = [(b"content-type", raw.content_type)]
+            if raw.length is not None:
+                headers.append((b"content-length", b"%d" % raw.length))
             request.started = True
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             if raw.length is not None and len(first) == raw.length:

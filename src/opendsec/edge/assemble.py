@@ -12,6 +12,7 @@ from opendsec.api.errors import InvalidRequest
 from opendsec.api.sandboxes import Capabilities, Feature
 from opendsec.edge.admission import Policy
 from opendsec.edge.config import BadSettings, Settings
+from opendsec.edge.fn.parts import FnParts
 from opendsec.edge.log import Log
 from opendsec.images.remote.config import FILE as STORES_FILE
 from opendsec.images.remote.config import Stores, load
@@ -37,6 +38,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     scratch_is_memory: bool
     features: tuple[Feature, ...] = ()
     stores: Stores = Stores({})
+    fn: FnParts | None = None  # None: no function calls
     close: Callable[[], Awaitable[None]] = _nothing
 
     def policy(self, settings: Settings) -> Policy:

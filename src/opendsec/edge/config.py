@@ -52,6 +52,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     keep_ended: int
     keep_actions_s: float
     keep_results: int
+    fn_languages: Path | None
+    fn_images: str
+    fn_members: int
+    fn_cache: int
     log_level: str
     log_file: Path | None
     ready_fd: int | None
@@ -123,6 +127,10 @@ def _address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def _text(text: str) -> str:
+    return text
+
+
 def _choice(*words: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in words:
@@ -169,6 +177,10 @@ FIELDS: dict[str, _Field] = {
     "keep_ended": _Field(_integer(0, 1_000_000), 10_000, "how many ended sandboxes are remembered"),
     "keep_actions_s": _Field(_number(0.0, 1e9), 7 * 86_400.0, "seconds for which results of actions are kept after their sandbox ended"),
     "keep_results": _Field(_size, 4 << 30, "size of large results kept for repeated actions; beyond it the oldest lose their output"),
+    "fn_languages": _Field(_path, None, "directory with more language definitions (TOML); one of the same name replaces ours"),
+    "fn_images": _Field(_text, "", "images of languages: LANGUAGE=IMAGE,… with * for all others; default: as their definitions say"),
+    "fn_members": _Field(_integer(1, 4096), max(4, os.cpu_count() or 1), "members at most of a pool that was made for calls without one"),
+    "fn_cache": _Field(_size, 1 << 30, "size of the cache of compiled programs"),
     "log_level": _Field(_choice(*LEVELS), "info", "debug, info, warning, error"),
     "log_file": _Field(_path, None, "append the log there instead of stderr"),
     "ready_fd": _Field(_integer(3, 1 << 20), None, "descriptor to which one line is written when the edge answers"),

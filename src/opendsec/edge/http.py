@@ -36,10 +36,17 @@ LINGER_S = 10.0
 class Raw:
     """A raw answer: `chunks`, of `length` bytes in all if that is known. `close` runs whatever happens."""
 
-    __slots__ = ("chunks", "close", "length")
+    __slots__ = ("chunks", "close", "content_type", "length")
 
-    def __init__(self, chunks: AsyncGenerator[bytes, None], length: int | None, close: Callable[[], None]) -> None:
-        self.chunks, self.length, self.close = chunks, length, close
+    def __init__(
+        self,
+        chunks: AsyncGenerator[bytes, None],
+        length: int | None,
+        close: Callable[[], None],
+        *,
+        content_type: bytes = b"application/octet-stream",
+    ) -> None:
+        self.chunks, self.length, self.close, self.content_type = chunks, length, close, content_type
 
 
 class Lines:
@@ -51,7 +58,17 @@ class Lines:
         self.items = items
 
 
-Answer: TypeAlias = msgspec.Struct | Raw | Lines | None
+class Duplex:
+    """Chunks of NDJSON lines that begin while the request's body is still read. The generator reads the body itself and notices when the
+    client goes away (Disconnected); it is closed in each case."""
+
+    __slots__ = ("chunks",)
+
+    def __init__(self, chunks: AsyncGenerator[bytes, None]) -> None:
+        self.chunks = chunks
+
+
+Answer: TypeAlias = msgspec.Struct | Raw | Lines | Duplex | None
 Handler: TypeAlias = Callable[["Request"], Awaitable[Answer]]
 
 

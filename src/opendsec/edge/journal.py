@@ -26,7 +26,18 @@ import msgspec
 
 from opendsec.api.errors import Unavailable
 from opendsec.api.sandboxes import Event
-from opendsec.edge.tables import APPLICATION_ID, SCHEMA, VERSION, ActionRow, ActionState, CommandRow, Retention, SandboxRow
+from opendsec.edge.tables import (
+    ADDED,
+    APPLICATION_ID,
+    SCHEMA,
+    VERSION,
+    ActionRow,
+    ActionState,
+    CommandRow,
+    MemberRow,
+    Retention,
+    SandboxRow,
+)
 
 CHECKPOINT_CHANGES = 5_000  # rows; some 16 KiB of WAL each, at most
 
@@ -61,11 +72,15 @@ class Journal:
     def _prepare(self) -> None:
         application, version = self._number("PRAGMA application_id"), self._number("PRAGMA user_version")
         if application == 0 and version == 0 and not self._number("SELECT count(*) FROM sqlite_schema"):
-            self._db.executescript(f"BEGIN; {SCHEMA} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {VERSION}; COMMIT;")
+            schema = SCHEMA + "".join(ADDED.values())
+            self._db.executescript(f"BEGIN; {schema} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {VERSION}; COMMIT;")
         elif application != APPLICATION_ID:
             raise ValueError(f"{self.path} is not a journal of an edge")
         elif version > VERSION:
             raise NewerFormat(f"{self.path} has format {version}, this edge knows formats up to {VERSION}: use the newer edge")
+        elif version < VERSION:
+            added = "".join(tables for number, tables in sorted(ADDED.items()) if number > version)
+            self._db.executescript(f"BEGIN; {added} PRAGMA user_version = {VERSION}; COMMIT;")
 
     def close(self) -> None:
         """Fold the WAL into the file and close."""
@@ -251,6 +266,33 @@ class Journal:
     def end_all_commands(self, at: float) -> int:
         """At start: what an earlier edge ran has ended unknown. How many there were."""
         return self._write("UPDATE commands SET ended_at = ? WHERE ended_at IS NULL", (at,))
+
+    # --- pools ---------------------------------------------------------------------------------------------------------
+
+    def put_pool(self, name: str, spec: bytes, at: float) -> None:
+        """A pool is declared, or changed."""
+        sql = "INSERT INTO pools VALUES (?, ?, ?) ON CONFLICT (name) DO UPDATE SET spec = excluded.spec"
+        self._write(sql, (name, spec, at))
+
+    def drop_pool(self, name: str) -> None:
+        self._write("DELETE FROM pools WHERE name = ?", (name,))
+
+    def pools(self) -> dict[str, bytes]:
+        """Specs of declared pools by name, the oldest first."""
+        rows: list[tuple[str, bytes]] = self._db.execute("SELECT name, spec FROM pools ORDER BY declared_at, name").fetchall()
+        return dict(rows)
+
+    def add_member(self, row: MemberRow) -> None:
+        """The intent to start a member."""
+        self._write("INSERT INTO members VALUES (?, ?, ?, ?)", msgspec.structs.astuple(row))
+
+    def drop_member(self, member_id: str) -> None:
+        """Nothing is left of it."""
+        self._write("DELETE FROM members WHERE member_id = ?", (member_id,))
+
+    def members(self) -> list[MemberRow]:
+        rows = self._db.execute("SELECT * FROM members ORDER BY started_at")
+        return [msgspec.convert(row, MemberRow, strict=False) for row in rows]
 
     # --- events --------------------------------------------------------------------------------------------------------
 

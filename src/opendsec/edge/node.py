@@ -63,6 +63,7 @@ class Node:
         self.on_destroy: list[Callable[[Box], None]] = []  # before a sandbox is destroyed
         self.on_destroyed: list[Callable[[Box], None]] = []  # once nothing of it is left
         self.flushers: list[Callable[[], None]] = []  # each writes what may be written late
+        self.layer_users: list[Callable[[], frozenset[str]]] = []  # digests that others than sandboxes use
         self._retention, self._scratch_driver = retention, scratch_driver
         self._dirty: set[Box] = set()
         self._closed = False
@@ -275,7 +276,8 @@ class Node:
 
     def layers_in_use(self) -> frozenset[str]:
         """Digests of layers of living sandboxes."""
-        return frozenset(digest for box in self.boxes.values() if box.state.held for digest in box.template.layers)
+        of_sandboxes = frozenset(digest for box in self.boxes.values() if box.state.held for digest in box.template.layers)
+        return of_sandboxes.union(*(users() for users in self.layer_users))
 
     async def collect(self, *, dry_run: bool, grace_s: float = GRACE_S) -> Collected:
         """Remove layers that neither a name nor a living sandbox uses, and let go of their mounts."""

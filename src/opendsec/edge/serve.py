@@ -17,6 +17,7 @@ from opendsec.edge.asgi import App
 from opendsec.edge.assemble import Parts
 from opendsec.edge.clock import SystemClock
 from opendsec.edge.config import Settings
+from opendsec.edge.fn.routes import Functions
 from opendsec.edge.images import Catalog
 from opendsec.edge.journal import Journal
 from opendsec.edge.listen import Listener
@@ -73,9 +74,12 @@ async def serve(settings: Settings, log: Log, assembling: Assemble, *, stop: asy
         stack.push_async_callback(node.close)
         for backend in parts.backends.values():
             await backend.start()
+        functions = Functions(node, parts.fn, settings.state_dir)
+        stack.push_async_callback(functions.close)
         await reconcile(node, parts.boot_id)
+        await functions.start()
         node.on_shutdown = stop.set
-        served = Routes(node, parts.features)
+        served = Routes(node, parts.features, functions)
         stack.push_async_callback(served.close)
         node.ready()
         unix = Listener(App(served.router, log, local=True, turns=node.actions.turns))

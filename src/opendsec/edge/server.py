@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 
 from opendsec.api.errors import InvalidRequest, NotFound
 from opendsec.api.ids import check_action_id
@@ -21,6 +22,7 @@ from opendsec.api.sandboxes import (
 )
 from opendsec.api.spec import CreateRequest
 from opendsec.edge.commands import Commands
+from opendsec.edge.fn.routes import FnRoutes, Functions
 from opendsec.edge.http import Handler, Lines, Request, Router
 from opendsec.edge.lifecycle import LIVING
 from opendsec.edge.node import Node
@@ -37,8 +39,8 @@ PAGE = 500  # stored events read at once
 class NodeRoutes:
     """Handlers about the edge itself and its sandboxes."""
 
-    def __init__(self, node: Node, features: Sequence[Feature] = ()) -> None:
-        self._node, self._features = node, tuple(features)
+    def __init__(self, node: Node, features: Sequence[Feature], functions: Functions) -> None:
+        self._node, self._features, self._functions = node, tuple(features), functions
 
     def handlers(self) -> dict[str, Handler]:
         return {
@@ -61,7 +63,7 @@ class NodeRoutes:
 
     async def capabilities(self, request: Request) -> Capabilities:
         backends = {name: backend.capabilities() for name, backend in self._node.backends.items()}
-        return Capabilities(backends=backends, features=self._features)
+        return Capabilities(backends=backends | self._functions.capabilities(), features=self._features)
 
     async def events(self, request: Request) -> Lines:
         after = request.integer("after", (0, 1 << 62)) or 0
@@ -148,11 +150,12 @@ class NodeRoutes:
 class Routes:
     """The router of one node, and what stands behind it. To be closed after the last request."""
 
-    def __init__(self, node: Node, features: Sequence[Feature] = ()) -> None:
+    def __init__(self, node: Node, features: Sequence[Feature] = (), functions: Functions | None = None) -> None:
+        functions = functions or Functions(node, None, Path())
         self._files, self.commands = FileRoutes(node), Commands(node)
-        self.node_routes = NodeRoutes(node, features)
+        self.node_routes = NodeRoutes(node, features, functions)
         handlers = self.node_routes.handlers() | ExecRoutes(node, self.commands).handlers() | self._files.handlers()
-        handlers |= ImageRoutes(node, self.commands).handlers()
+        handlers |= ImageRoutes(node, self.commands).handlers() | FnRoutes(functions).handlers()
         self.router = Router(exactly_once(node.actions, handlers))
 
     async def close(self) -> None:

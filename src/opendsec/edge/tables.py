@@ -10,7 +10,7 @@ import msgspec
 from opendsec.api.sandboxes import SandboxState
 
 APPLICATION_ID = 0x44536563  # "DSec"
-VERSION = 1
+VERSION = 2
 
 ActionState = Literal["pending", "done", "unknown"]
 
@@ -69,6 +69,15 @@ CREATE INDEX commands_pending ON commands (id) WHERE ended_at IS NULL;
 CREATE TABLE events (seq INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, sandbox_id TEXT, data BLOB NOT NULL);
 """
 
+# What each format added to the one before; a new file has all of them.
+ADDED = {
+    2: """
+CREATE TABLE pools (name TEXT PRIMARY KEY, spec BLOB NOT NULL, declared_at REAL NOT NULL) WITHOUT ROWID;  -- declared ones
+-- Living members of all pools: what a dead edge left is cleared by these, and until then nobody else gets their uids.
+CREATE TABLE members (member_id TEXT PRIMARY KEY, pool TEXT NOT NULL, uid_base INTEGER NOT NULL, started_at REAL NOT NULL) WITHOUT ROWID;
+""",
+}
+
 
 class SandboxRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """A row of `sandboxes`, its fields in the table's order."""
@@ -120,6 +129,15 @@ class CommandRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     started_at: float
     ended_at: float | None
     result: bytes | None
+
+
+class MemberRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A row of `members`, its fields in the table's order."""
+
+    member_id: str
+    pool: str
+    uid_base: int
+    started_at: float
 
 
 class Retention(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,11 +14,14 @@ from opendsec.api.images import ImageConfig, LayerKind
 from opendsec.edge.__main__ import main
 from opendsec.edge.assemble import Parts
 from opendsec.edge.config import Settings
+from opendsec.edge.fn.languages import load
+from opendsec.edge.fn.parts import FnParts
 from opendsec.edge.log import Log
 from opendsec.images.layers import DATA, META, LayerRecord
 from opendsec.images.names import LayerName
 from opendsec.images.store import ImageStore
 from opendsec.testing.fakes.backend import FakeBackend, FakeMachine
+from opendsec.testing.fakes.members import FakeMembers
 
 IMAGE = "fake"
 TOOLKIT = "toolkit:fake@1"
@@ -65,6 +68,15 @@ def fake_parts(machine: FakeMachine, images: ImageStore, *, scratch_bytes: int =
         scratch_driver="fake",
         scratch_bytes=scratch_bytes,
         scratch_is_memory=scratch_is_memory,
+        fn=fake_functions(machine),
+    )
+
+
+def fake_functions(machine: FakeMachine, *, instant: bool = False) -> FnParts:
+    """Function calls on the same machine, every language in the image `fake`."""
+    assert machine.root is not None
+    return FnParts(
+        backend=FakeMembers(machine.root.with_name(f"{machine.root.name}-members"), instant=instant), languages=load(images=f"*={IMAGE}")
     )
 
 
@@ -83,6 +95,7 @@ async def assemble_fakes(settings: Settings, edge_id: str, log: Log) -> Parts:
         scratch_driver=parts.scratch_driver,
         scratch_bytes=parts.scratch_bytes,
         scratch_is_memory=False,
+        fn=parts.fn,
         close=close,
     )
 
