@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One fetch: a few neighbouring chunks, from wherever they can be had soonest. Whatever their origin, each is checked before it is kept.
+
+1. what the map only hints at is compared with its checksum
+2. chunks that another layer here has are copied
+3. the rest comes from the origin's stores, in turn, one request for each run of neighbours; a store's wrong chunks come from the next,
+   and if all were wrong, from each once more
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from opendsec.api.errors import OpenDSecError
+from opendsec.images.layers import DATA
+from opendsec.images.lazy.cache import CachedLayer
+from opendsec.images.lazy.engine import Failures
+from opendsec.images.origins import Origin
+from opendsec.images.remote.store import RemoteStore, StoreError
+
+DEADLINE_S = 120.0  # for one fetch, with all stores, their retries and waits for disk space
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+Tell = Callable[[str, str, str], None]  # kind, digest, message
+
+
+class Stores(Protocol):
+    def get(self, name: str) -> RemoteStore:
+        """Raises OpenDSecError if there is none of that name, or it cannot be used."""
+
+
+class LocalChunks(Protocol):
+    def find(self, layer: CachedLayer, index: int) -> bytes | None:
+        """The bytes of a chunk that another layer here has; unchecked. Blocking."""
+
+
+class NoLocalChunks:
+    def find(self, layer: CachedLayer, index: int) -> bytes | None:
+        return None
+
+
+class LayerFetcher:
+    def __init__(
+        self,
+        stores: Stores,
+        pool: ThreadPoolExecutor,
+        tell: Tell,
+        *,
+        local: LocalChunks | None = None,
+        make_room: Callable[[int], Awaitable[None]] | None = None,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        self._stores, self._pool, self._tell = stores, pool, tell
+        self._local: LocalChunks = local or NoLocalChunks()
+        self._make_room = make_room
+        self._deadline_s = deadline_s
+        self.fetched_bytes = self.copied_bytes = self.requests = 0
+
+    async def fetch(self, layer: CachedLayer, first: int, count: int) -> Failures:
+        left = list(range(first, first + count))
+        code, why = errno.EIO, "nothing has it"
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                left = await self._in_thread(self._from_here, layer, left)
+                if left:
+                    left, code, why = await self._from_stores(layer, left)
+        except TimeoutError:
+            left = layer.missing(left)
+            why = f"nothing came within {self._deadline_s:.3g} s"
+        except OSError as error:
+            left = layer.missing(left)
+            code, why = errno.EIO, f"{error.strerror or error} in the cache"
+            if error.errno in NO_SPACE:
+                code, why = errno.ENOSPC, "no space left in the cache"
+        if left:
+            kind = "cache.full" if code == errno.ENOSPC else "load.failed"
+            self._tell(kind, layer.digest, f"{len(left)} chunks from chunk {left[0]} on cannot be read: {why}")
+        return dict.fromkeys(left, code)
+
+    async def _in_thread(self, work: Callable[[CachedLayer, list[int]], list[int]], layer: CachedLayer, chunks: list[int]) -> list[int]:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, layer, chunks)
+
+    def _from_here(self, layer: CachedLayer, chunks: list[int]) -> list[int]:
+        left = []
+        for index in chunks:
+            if layer.confirm(index):
+                continue
+            data = self._local.find(layer, index)
+            if data is not None and layer.store(index, data):
+                self.copied_bytes += len(data)
+            else:
+                left.append(index)
+        return left
+
+    async def _from_stores(self, layer: CachedLayer, chunks: list[int]) -> tuple[list[int], int, str]:
+        """What is left, and the last reason."""
+        why = "it is not known where its data can be had"
+        origin = layer.origin or Origin(stores=(), prefix="")
+        left, given_up, wrong = chunks, list[int](), set[int]()
+        for attempt in (1, 2):
+            for name in origin.stores if left else ():
+                for start, length in _runs(left):
+                    run = list(range(start, start + length))
+                    try:
+                        bad = await self._from_store(layer, name, origin.key(DATA), run)
+                    except (StoreError, OpenDSecError) as error:
+                        why = str(error)
+                        continue
+                    wrong = (wrong - set(run)) | set(bad)
+                    if bad:
+                        why = f"store {name}: {origin.key(DATA)}: chunk {bad[0]} does not match its checksum"
+                        self._tell("load.damaged", layer.digest, why)
+                left = layer.missing(left)
+            if attempt == 1:
+                given_up = [index for index in left if index not in wrong]
+                left = sorted(wrong)
+        return sorted(given_up + left), errno.EIO, why
+
+    async def _from_store(self, layer: CachedLayer, name: str, key: str, run: list[int]) -> list[int]:
+        """The chunks that were wrong. Raises StoreError, OpenDSecError, OSError."""
+        start, length = layer.table.span(run[0], len(run))
+        store = self._stores.get(name)
+        self.requests += 1
+        data = await store.get_range(key, start, length)
+        self.fetched_bytes += len(data)
+        for attempt in (1, 2):
+            try:
+                return await self._in_thread(lambda layer, chunks: _keep(layer, chunks, data), layer, run)
+            except OSError as error:
+                if error.errno not in NO_SPACE or attempt == 2 or self._make_room is None:
+                    raise
+            await self._make_room(length)
+        return run
+
+
+def _keep(layer: CachedLayer, run: list[int], data: bytes) -> list[int]:
+    view, size = memoryview(data), layer.table.chunk_bytes
+    return [index for place, index in enumerate(run) if not layer.store(index, view[place * size : (place + 1) * size])]
+
+
+def _runs(chunks: Sequence[int]) -> list[tuple[int, int]]:
+    """Consecutive numbers as (first, count)."""
+    runs: list[tuple[int, int]] = []
+    for index in chunks:
+        if runs and index == sum(runs[-1]):
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((index, 1))
+    return runs
+
+
+class LocalIndex:
+    """Chunks that other layers here have, by checksum. Layers are added as they become known; one that is gone is skipped.
+
+    Eight bytes of each checksum name it: what is found is checked anyway.
+    """
+
+    MAX_ENTRIES = 1 << 20  # some 100 MB
+
+    def __init__(self) -> None:
+        self._places: dict[int, tuple[int, int]] = {}
+        self._sources: list[CachedLayer | str] = []
+
+    def add(self, source: CachedLayer | str, digests: bytes) -> None:
+        """`source`: a cached layer, or the path of a whole data file in chunks of the usual size."""
+        number = len(self._sources)
+        self._sources.append(source)
+        for index in range(len(digests) // 32):
+            if len(self._places) >= self.MAX_ENTRIES:
+                return
+            self._places.setdefault(int.from_bytes(digests[index * 32 : index * 32 + 8]), (number, index))
+
+    def find(self, layer: CachedLayer, index: int) -> bytes | None:
+        number, place = self._places.get(int.from_bytes(layer.table.digest(index)[:8]), (-1, 0))
+        source = self._sources[number] if number >= 0 else layer
+        if source is layer:
+            return None
+        _, length = layer.table.span(index)
+        with contextlib.suppress(OSError, IndexError):
+            if isinstance(source, CachedLayer):
+                return source.read_chunk(place) if not source.missing([place]) else None
+            with open(source, "rb", buffering=0) as file:
+                return os.pread(file.fileno(), length, place * layer.table.chunk_bytes)
+        return None

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Right bytes, each chunk once."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from pathlib import Path
+
+import pytest
+
+from tests.lazy import Reader, Rig, noise
+
+pytestmark = [pytest.mark.requires("fanotify_pre_content"), pytest.mark.slow]
+
+MIB = 1 << 20
+
+
+def fetched(rig: Rig) -> collections.Counter[int]:
+    """How often each chunk was asked for."""
+    count: collections.Counter[int] = collections.Counter()
+    for request in rig.web.requests:
+        count.update(range(request.start >> 16, (request.start + request.length - 1 >> 16) + 1))
+    return count
+
+
+async def test_a_cold_file_is_read_right_and_little_else_is_fetched(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        layer = rig.layer({f"f{n}": noise(200_000, n) for n in range(60)})
+        async with rig.loader() as loader:
+            mount = await rig.mount(loader, layer)
+            assert await rig.read(mount, "f30") == layer.files["f30"]
+            wanted = layer.chunks_of("f30")
+            assert set(wanted) <= set(fetched(rig)) <= set(range(wanted.start, wanted.stop + 2))  # and what was read ahead
+            rig.web.reset()
+            assert await rig.read(mount, "f30") == layer.files["f30"]
+            assert not rig.web.requests
+
+
+async def test_many_readers_of_many_mounts_have_each_chunk_fetched_once(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        layer = rig.layer({"big": noise(6 * MIB, 1), "small": noise(100_000, 2)})
+        async with rig.loader() as loader:
+            mounts = [await rig.mount(loader, layer) for _ in range(64)]
+            readers = [Reader(mount, name) for mount, name in zip(mounts, ["big", "small"] * 32, strict=True)]
+            results = await asyncio.gather(*(reader.result_soon() for reader in readers))
+            assert all(result == layer.files[name] for result, name in zip(results, ["big", "small"] * 32, strict=True))
+            assert set(fetched(rig).values()) == {1}
+            assert (await loader.stats()).fetched_bytes <= layer.table.data_bytes
+
+
+async def test_a_complete_layer_asks_no_more(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        layer = rig.layer({"big": noise(3 * MIB, 1)})
+        async with rig.loader() as loader:
+            first = await rig.mount(loader, layer)
+            await loader.warm(layer.digest)
+            asked = (await loader.stats()).events
+            assert await rig.read(first, "big") == layer.files["big"]
+            assert await rig.read(await rig.mount(loader, layer), "big") == layer.files["big"]
+            stats = await loader.stats()
+            assert stats.events == asked and stats.layers[0].complete
