@@ -39,9 +39,9 @@ Answers = Callable[[Sequence[Question]], list[Below | None]]
 
 
 class Input(msgspec.Struct, frozen=True, kw_only=True):
-    """One OCI layer: a file whose digest has been checked, and what must come out of it."""
+    """One OCI layer: a descriptor of its file, and what must come out of it."""
 
-    path: Path
+    fd: int
     size: int
     diff_id: str
     name: str  # for people
@@ -211,26 +211,27 @@ def _outcome(link: _Link, answers: Answers, inputs: Sequence[Input]) -> Made:
         elif isinstance(message, _Done):
             return Made(notes=message.notes, asked=asked, alone=message.alone)
         elif isinstance(message, _Failed):
-            raise _error(message, " or ".join(input.name for input in inputs))
+            raise _error(message, "layer " + " or ".join(input.name for input in inputs))
         else:
             raise Internal("the process that converts a layer ended without a word")
 
 
 def _error(failed: _Failed, name: str) -> InvalidRequest | Unavailable:
     if failed.kind == "space":
-        return Unavailable("no space left to convert the layer")
+        return Unavailable("no space left for the image")
     if failed.kind == "memory":
-        return InvalidRequest(f"layer {name} takes more memory to convert than it may", field="reference")
-    return InvalidRequest(f"layer {name} {failed.message}", field="reference")
+        return InvalidRequest(f"{name} takes more memory to convert than it may", field="reference")
+    return InvalidRequest(f"{name} {failed.message}", field="reference")
 
 
-def _pump(input: Input, writer: int, limits: Limits, progress: Callable[[int], None]) -> None:
-    """Everything of a layer to the converter, if it is the layer that its diff_id says."""
+@contextlib.contextmanager
+def unpacked(source: int, name: str, size: int, limits: Limits) -> Iterator[Callable[[int], bytes]]:
+    """A function that reads the decompressed content of a file; it raises InvalidRequest, also for what grows beyond the limits."""
+    decompress.warm_up()
     ours, theirs = socket.socketpair()
     reader, end = os.pipe2(os.O_CLOEXEC)
-    source = os.open(input.path, os.O_RDONLY | os.O_CLOEXEC)
+    os.lseek(source, 0, os.SEEK_SET)
     with ours, contextlib.ExitStack() as held:
-        held.callback(os.close, source)
         held.callback(os.close, reader)
         with theirs:
             try:
@@ -242,31 +243,46 @@ def _pump(input: Input, writer: int, limits: Limits, progress: Callable[[int], N
                 )
             finally:
                 os.close(end)
-        with _ending(pid):
-            digest, total = hashlib.sha256(), 0
-            while block := os.read(reader, _PIPE):
-                total += len(block)
-                if total > limits.tar_bytes:
-                    raise InvalidRequest(f"layer {input.name} unpacks to more than {limits.tar_bytes} bytes", field="reference")
-                if total > limits.ratio_from_bytes and total > limits.ratio * input.size:
-                    raise InvalidRequest(
-                        f"layer {input.name} unpacks to more than {limits.ratio} times its size: a decompression bomb", field="reference"
-                    )
-                digest.update(block)
-                view = memoryview(block)
-                while view:
-                    view = view[os.write(writer, view) :]
-                progress(os.lseek(source, 0, os.SEEK_CUR))
-            message = _Link(ours.fileno()).receive()
-    if isinstance(message, _Failed):
-        raise _error(message, input.name)
-    if not isinstance(message, _Done):
-        raise Internal("the process that decompresses a layer ended without a word")
+        held.enter_context(_ending(pid))
+        total, ended = 0, False
+
+        def read(count: int) -> bytes:
+            nonlocal total, ended
+            block = b"" if ended else os.read(reader, count)
+            if not block:
+                if ended:
+                    return b""
+                ended = True
+                message = _Link(ours.fileno()).receive()
+                if isinstance(message, _Failed):
+                    raise _error(message, name)
+                if not isinstance(message, _Done):
+                    raise Internal("the process that decompresses ended without a word")
+                return b""
+            total += len(block)
+            if total > limits.tar_bytes:
+                raise InvalidRequest(f"{name} unpacks to more than {limits.tar_bytes} bytes", field="reference")
+            if total > limits.ratio_from_bytes and total > limits.ratio * size:
+                raise InvalidRequest(f"{name} unpacks to more than {limits.ratio} times its size: a decompression bomb", field="reference")
+            return block
+
+        yield read
+
+
+def _pump(input: Input, writer: int, limits: Limits, progress: Callable[[int], None]) -> None:
+    """Everything of a layer to the converter, if it is the layer that its diff_id says."""
+    digest = hashlib.sha256()
+    name = f"layer {input.name}"
+    with unpacked(input.fd, name, input.size, limits) as read:
+        while block := read(_PIPE):
+            digest.update(block)
+            view = memoryview(block)
+            while view:
+                view = view[os.write(writer, view) :]
+            progress(os.lseek(input.fd, 0, os.SEEK_CUR))
     found = f"sha256:{digest.hexdigest()}"
     if found != input.diff_id:
-        raise InvalidRequest(
-            f"layer {input.name} is not what the image's config says: diff_id {input.diff_id}, but found {found}", field="reference"
-        )
+        raise InvalidRequest(f"{name} is not what the image's config says: diff_id {input.diff_id}, but found {found}", field="reference")
 
 
 class _Ends:

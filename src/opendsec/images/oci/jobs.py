@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the edge and its worker say to each other: one `Job` in, `Line`s out, of which the last says how it ended."""
+
+from __future__ import annotations
+
+import msgspec
+
+from opendsec.api.errors import ErrorBody
+from opendsec.api.images import BuildEvent, ImageConfig
+from opendsec.api.references import Reference
+from opendsec.images.oci.limits import Limits
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    verb: str  # "pull", "push"
+    reference: Reference
+    work: str  # an empty directory of the store
+    store: str
+    parent: int  # the edge's pid
+    platform: str = ""
+    tls_verify: bool = True
+    token: str = ""
+    stall_s: float = 60.0  # a registry that sends nothing for so long is given up
+    retries: int = 2
+    limits: Limits = Limits()
+    # of a push
+    layers: tuple[str, ...] = ()  # digests, lowest first
+    config: ImageConfig = ImageConfig()
+    name: str = ""
+
+
+class Pulled(msgspec.Struct, frozen=True, kw_only=True):
+    digests: tuple[str, ...]
+    config: ImageConfig
+    notes: tuple[str, ...]
+    source: str
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    event: BuildEvent | None = None
+    pulled: Pulled | None = None
+    pushed: bool = False
+    error: ErrorBody | None = None
