@@ -46,10 +46,11 @@ if TYPE_CHECKING:
         Unavailable,
         Unsupported,
     )
+    from opendsec.api.fn import Checker, FnCall, FnInput, FnLimits, JudgeResult, JudgeTask, PoolSpec, Test
     from opendsec.api.spec import Container, Limits
     from opendsec.client import sync
     from opendsec.client.aio import Client, Sandbox
-    from opendsec.client.results import Result
+    from opendsec.client.results import FnResult, Result
 
 __version__ = "0.1.0"
 
@@ -59,6 +60,15 @@ _HOMES = {
     "Result": "opendsec.client.results",
     "Container": "opendsec.api.spec",
     "Limits": "opendsec.api.spec",
+    "FnResult": "opendsec.client.results",
+    "FnCall": "opendsec.api.fn",
+    "FnInput": "opendsec.api.fn",
+    "FnLimits": "opendsec.api.fn",
+    "JudgeTask": "opendsec.api.fn",
+    "JudgeResult": "opendsec.api.fn",
+    "Test": "opendsec.api.fn",
+    "Checker": "opendsec.api.fn",
+    "PoolSpec": "opendsec.api.fn",
     "OpenDSecError": "opendsec.api.errors",
     "CallerError": "opendsec.api.errors",
     "InvalidRequest": "opendsec.api.errors",
@@ -84,6 +94,15 @@ __all__ = [
     "sync",
     "Container",
     "Limits",
+    "FnCall",
+    "FnInput",
+    "FnLimits",
+    "FnResult",
+    "JudgeTask",
+    "JudgeResult",
+    "Test",
+    "Checker",
+    "PoolSpec",
     "OpenDSecError",
     "CallerError",
     "InvalidRequest",

@@ -12,6 +12,7 @@ from tests.support import SRC
 
 PUBLIC = {
     *("Client", "Sandbox", "Result", "sync", "Container", "Limits"),
+    *("FnCall", "FnInput", "FnLimits", "FnResult", "JudgeTask", "JudgeResult", "Test", "Checker", "PoolSpec"),
     *("OpenDSecError", "CallerError", "InvalidRequest", "Unauthorized", "NotFound", "Conflict", "QuotaExceeded", "Unsupported"),
     *("PolicyError", "Denied", "SandboxError", "SandboxLost", "PlatformError", "Unavailable", "Internal", "CommandFailed"),
 }

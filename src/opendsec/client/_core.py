@@ -25,7 +25,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 Path = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 Query = Mapping[str, str | bytes | int | float | bool | None]
 
-_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 MAX_LINE_BYTES = 64 << 20  # of an NDJSON stream; the longest honest line is one output chunk in base64
 
 

@@ -18,23 +18,26 @@ from typing import Literal, Unpack
 from opendsec.api import routes, wire
 from opendsec.api.errors import Internal, InvalidRequest, NotFound, OpenDSecError, Unavailable, from_body
 from opendsec.api.exec import ExecResult, ProcessInfo, ProcessList, SessionInfo, SessionRequest
+from opendsec.api.fn import FnCall, JudgeResult, JudgeTask, Language, LanguageList
 from opendsec.api.images import LayerKind, PackRequest, PackResult
 from opendsec.api.references import pack_names
 from opendsec.api.sandboxes import Capabilities, CreateResponse, EdgeInfo, Event, SandboxInfo, SandboxList, SandboxState, Slot, Usage
 from opendsec.api.spec import BATCH, AnySpec, CreateRequest, Spec, check_integer
-from opendsec.client import _core, launch
+from opendsec.client import _core, batch, fn, launch
 from opendsec.client._core import CommandOptions, RetryPolicy
+from opendsec.client.batch import Inputs
 from opendsec.client.files import Files
+from opendsec.client.fn import CallOptions, Pools
 from opendsec.client.images import Images
 from opendsec.client.link import Link
 from opendsec.client.processes import Process, Session, follow
-from opendsec.client.results import Result, StreamEvent
+from opendsec.client.results import FnResult, Result, StreamEvent
 from opendsec.client.transport import ConnectionBroken, HttpxTransport, Transport
 from opendsec.client.unix import UnixTransport
 
 KILL_TIMEOUT_S = 10.0  # how long a cancelled task waits for the end of its sandbox
 
-__all__ = ["Client", "Files", "Images", "Process", "RetryPolicy", "Sandbox", "Session"]
+__all__ = ["Client", "Files", "Images", "Pools", "Process", "RetryPolicy", "Sandbox", "Session"]
 
 
 class Client:
@@ -62,6 +65,7 @@ class Client:
             transport = _transport(address, token, run_dir, state_dir, start_edge)
         self._link = Link(transport, retry or RetryPolicy())
         self.images = Images(self._link)
+        self.pools = Pools(self._link)
 
     async def __aenter__(self) -> Client:
         return self
@@ -88,7 +92,7 @@ class Client:
     async def create_many(self, spec: AnySpec, count: int, *, action_id: str | None = None) -> list[Sandbox | OpenDSecError]:
         """`count` sandboxes of one spec by one request: in each slot a sandbox, or why there is none."""
         if not isinstance(spec, Spec):
-            raise InvalidRequest(f"must be a spec such as Container(image=…), not {type(spec).__name__}", field="spec")
+            raise _no_spec(spec)
         fields = {"spec": spec, "count": count, "action_id": action_id if action_id is not None else _core.new_action_id()}
         # Through JSON and back: a spec is made by its constructor, which does not look at types.
         body = wire.decode(_core.encode(wire.convert(fields, CreateRequest)), CreateRequest)
@@ -138,6 +142,45 @@ class Client:
             for info in answer.sandboxes
             if all(info.labels.get(key) == value for key, value in wanted.items())
         ]
+
+    # --- function calls
+
+    async def call(self, call: FnCall | None = None, *, check: bool = False, **options: Unpack[CallOptions]) -> FnResult:
+        """Run a program or a Python function in a warm pool and wait for its end; nothing of it stays behind.
+
+        `options` are the fields of FnCall, in the place of those of `call`: `client.call(source="print(1)")`,
+        `client.call(function="statistics:mean", args=[[1, 2, 3]])`. A program that fails is a result; with `check` it raises
+        CommandFailed. Cancelling the call kills the program.
+        """
+        result = await fn.call(self._link, fn.made_call(call, options))
+        return result.check() if check else result
+
+    async def map(self, call: FnCall, inputs: Inputs, *, window: int = 64) -> AsyncGenerator[FnResult, None]:
+        """One call over many inputs: results as they end, each with the `index` of its input.
+
+        An input is an FnInput, or text or bytes for stdin; for a function a list of arguments, a mapping of named ones, or any other
+        JSON value as the only argument. The edge works on `window` inputs at a time; at most twice as many are taken from `inputs` ahead
+        of the results that were asked for. An input that fails is a result. Leaving the loop kills what still runs
+        (`contextlib.aclosing` waits for that).
+        """
+        async with aclosing(self.map_lists(call, inputs, window=window)) as lists:
+            async for results in lists:
+                for result in results:
+                    yield result
+
+    async def map_lists(self, call: FnCall, inputs: Inputs, *, window: int = 64) -> AsyncGenerator[Sequence[FnResult], None]:
+        """As `map`, in lists of what came together: for programs that cannot spend a step of the event loop on each result."""
+        async with aclosing(batch.run(self._link, fn.made_batch(call, window), inputs)) as lists:
+            async for results in lists:
+                yield [FnResult(one) for one in results]
+
+    async def judge(self, task: JudgeTask) -> JudgeResult:
+        """Compile a program once and run it on many tests. What it gets wrong is a result."""
+        return await self._link.call(routes.JUDGE, JudgeResult, body=fn.made_task(task), repeatable=True)
+
+    async def languages(self) -> Sequence[Language]:
+        """The languages of programs that this edge knows."""
+        return (await self._link.call(routes.LANGUAGES, LanguageList)).languages
 
     # --- the edge
 
@@ -298,6 +341,12 @@ class Sandbox:
 
     def __repr__(self) -> str:
         return f"<Sandbox {self.id}>"
+
+
+def _no_spec(given: object) -> InvalidRequest:
+    if isinstance(given, FnCall):
+        return InvalidRequest("an FnCall makes no sandbox: use client.call, or client.map for many", field="spec")
+    return InvalidRequest(f"must be a spec such as Container(image=…), not {type(given).__name__}", field="spec")
 
 
 def _transport(

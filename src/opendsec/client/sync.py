@@ -11,16 +11,23 @@ import asyncio
 import functools
 import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator
 from types import TracebackType
 from typing import Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from opendsec.api.errors import OpenDSecError
+from opendsec.api.fn import FnCall
 from opendsec.api.sandboxes import SandboxInfo
 from opendsec.client import aio
+from opendsec.client.batch import Input, Inputs
+from opendsec.client.results import FnResult
 from opendsec.client.transport import Transport
 
-__all__ = ["Client", "Files", "Images", "Process", "Sandbox", "Session"]
+__all__ = ["Client", "Files", "Images", "Pools", "Process", "Sandbox", "Session"]
+
+_TAKEN_AT_ONCE = 32  # inputs of a batch from the caller's iterator
+_TAKING_S = 0.002  # and how long to wait for more of them
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -183,6 +190,15 @@ class Images(_Mirror[aio.Images]):
     gc = blocking(aio.Images.gc)
 
 
+class Pools(_Mirror[aio.Pools]):
+    """See `opendsec.client.fn.Pools`."""
+
+    list = blocking(aio.Pools.list)
+    set = blocking(aio.Pools.set)
+    resize = blocking(aio.Pools.resize)
+    remove = blocking(aio.Pools.remove)
+
+
 class Process(_Mirror[aio.Process]):
     """See `opendsec.client.processes.Process`."""
 
@@ -281,6 +297,7 @@ class Client(_Mirror[aio.Client]):
         )
         super().__init__(twin, _Loop())
         self.images = Images(twin.images, self._loop)
+        self.pools = Pools(twin.pools, self._loop)
 
     def __enter__(self) -> Self:
         return self
@@ -299,12 +316,52 @@ class Client(_Mirror[aio.Client]):
     create_many = wrapping(aio.Client.create_many, _slots)
     get = wrapping(aio.Client.get, Sandbox)
     list = wrapping(aio.Client.list, _sandboxes)
+    call = blocking(aio.Client.call)
+    judge = blocking(aio.Client.judge)
+    languages = blocking(aio.Client.languages)
+    map_lists = iterating(aio.Client.map_lists)
     info = blocking(aio.Client.info)
     capabilities = blocking(aio.Client.capabilities)
     events = iterating(aio.Client.events)
     drain = blocking(aio.Client.drain)
     shutdown = blocking(aio.Client.shutdown)
 
+    def map(self, call: FnCall, inputs: Inputs, *, window: int = 64) -> Generator[FnResult, None, None]:
+        """As `opendsec.client.aio.Client.map`. `inputs` is iterated over in another thread, so it may block, and may use this client."""
+        source = inputs
+        if isinstance(inputs, Iterable) and not isinstance(inputs, (list, tuple, range, str, bytes, dict)):
+            source = _threaded(iter(inputs))
+        lists = self.map_lists(call, source, window=window)
+        try:
+            for results in lists:
+                yield from results
+        finally:
+            lists.close()
+
     def sandbox(self, sandbox_id: str) -> Sandbox:
         """The sandbox of that id, without asking whether it exists: the first call on it tells."""
         return Sandbox(self._twin.sandbox(sandbox_id), self._loop)
+
+
+async def _threaded(inputs: Iterator[Input]) -> AsyncGenerator[Input, None]:
+    """A plain iterator that may block, as an asynchronous one. What is quickly there comes in one step."""
+
+    def take() -> tuple[list[Input], BaseException | None, bool]:
+        items: list[Input] = []
+        until = time.monotonic() + _TAKING_S
+        try:
+            for item in inputs:
+                items.append(item)
+                if len(items) >= _TAKEN_AT_ONCE or time.monotonic() > until:
+                    return items, None, False
+        except Exception as error:
+            return items, error, True
+        return items, None, True
+
+    ended = False
+    while not ended:
+        items, error, ended = await asyncio.to_thread(take)
+        for item in items:
+            yield item
+        if error is not None:
+            raise error

@@ -43,7 +43,7 @@ def test_every_route_that_mutates_has_a_place_for_an_action_id() -> None:
 
 
 def test_a_request_with_an_action_id_in_its_query_is_repeatable() -> None:
-    ids = {**BOX, "process_id": "proc_1", "session_id": "sess_1"}
+    ids = {**BOX, "process_id": "proc_1", "session_id": "sess_1", "name": "pool.1"}
     for route in routes.ROUTES.values():
         if "action_id" in route.query:
             first, second = (_core.request(route, ids) for _ in range(2))

@@ -20,6 +20,7 @@ TWINS = [
     (aio.Sandbox, sync.Sandbox),
     (aio.Files, sync.Files),
     (aio.Images, sync.Images),
+    (aio.Pools, sync.Pools),
     (aio.Process, sync.Process),
     (aio.Session, sync.Session),
 ]

@@ -40,10 +40,21 @@ COMMANDS = (
     ("image.rm", "image_rm", "rm"),
     ("image.gc", "image_gc", "gc"),
     ("image.stores", "image_stores", "stores"),
+    ("fn.run", "fn_run", "run"),
+    ("fn.pools", "fn_pools", "pools"),
+    ("fn.pool.set", "fn_pools", "set_"),
+    ("fn.pool.resize", "fn_pools", "resize"),
+    ("fn.pool.rm", "fn_pools", "rm"),
+    ("fn.languages", "fn_pools", "languages"),
+    ("judge", "judge", "judge"),
     ("rollout", "rollout", "rollout"),
     ("bench", "bench", "bench"),
 )
-GROUPS = {"image": "Images and layers: what sandboxes are made of."}
+GROUPS = {
+    "image": "Images and layers: what sandboxes are made of.",
+    "fn": "Function calls: programs that run in warm pools and leave nothing behind.",
+    "fn.pool": "Pools of members that are kept warm.",
+}
 PASS_THROUGH = {"run", "exec", "shell", "up", "bench", "image.trace"}  # what follows their first argument belongs to another program
 FAILED, INTERRUPTED = 125, 130
 
@@ -68,7 +79,8 @@ def main() -> None:
         arguments = ["--help"]
     chosen = [one for one in COMMANDS if one[0].split(".")[0] == wanted] or list(COMMANDS)
     if wanted in GROUPS and len(arguments) > 1:
-        chosen = [one for one in chosen if one[0] == f"{wanted}.{arguments[1]}"] or chosen
+        under = f"{wanted}.{arguments[1]}"
+        chosen = [one for one in chosen if one[0] == under or one[0].startswith(f"{under}.")] or chosen
     _open_standard_streams()
     try:
         try:
@@ -102,17 +114,20 @@ def _app(commands: list[tuple[str, str, str]] | tuple[tuple[str, str, str], ...]
 
     options = {"no_args_is_help": True, "add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
     app = typer.Typer(help=HELP, **options)  # type: ignore[arg-type]
-    groups: dict[str, typer.Typer] = {}
+    groups: dict[str, typer.Typer] = {"": app}
     app.callback()(_no_options)
+
+    def group(name: str) -> typer.Typer:
+        if name not in groups:
+            groups[name] = typer.Typer(help=GROUPS[name], **options)  # type: ignore[arg-type]
+            groups[name].callback()(_no_options)
+            above, _, own = name.rpartition(".")
+            group(above).add_typer(groups[name], name=own)
+        return groups[name]
+
     for name, module, function in commands:
-        group, _, leaf = name.rpartition(".")
-        target = app
-        if group:
-            if group not in groups:
-                groups[group] = typer.Typer(help=GROUPS[group], **options)  # type: ignore[arg-type]
-                groups[group].callback()(_no_options)
-                app.add_typer(groups[group], name=group)
-            target = groups[group]
+        above, _, leaf = name.rpartition(".")
+        target = group(above)
         settings: dict[str, object] = {"help_option_names": ["--help", "-h"]}
         if name in PASS_THROUGH:
             settings["allow_interspersed_args"] = False

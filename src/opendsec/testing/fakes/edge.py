@@ -36,6 +36,7 @@ from opendsec.api.ids import EDGE, SANDBOX, SESSION, check_action_id, new_id
 from opendsec.api.routes import ROUTES
 from opendsec.api.spec import CreateRequest, check_integer
 from opendsec.testing.fakes.edge_files import FileRoutes
+from opendsec.testing.fakes.edge_fn import FnRoutes
 from opendsec.testing.fakes.edge_images import ImageRoutes
 from opendsec.testing.fakes.edge_parts import FakeBox, FakeSession, Handler, json_answer, lines_answer, query_of
 from opendsec.testing.fakes.hostrun import FakeProcess, FakeShell
@@ -51,6 +52,7 @@ class FakeEdge:
         self.boxes: dict[str, FakeBox] = {}
         self.gone: dict[str, s.SandboxInfo] = {}
         self.images = ImageRoutes(images, self._box)
+        self.fn = FnRoutes()
         self.requests: list[str] = []  # names of the routes that were called, in order
         self.failures: list[tuple[str, OpenDSecError]] = []  # what the next calls of a route raise instead of doing their work
         self._draining = False
@@ -66,7 +68,7 @@ class FakeEdge:
     # --- serving
 
     def app(self) -> Starlette:
-        handlers = {**FileRoutes(self._box).handlers(), **self.images.handlers()}
+        handlers = {**FileRoutes(self._box).handlers(), **self.images.handlers(), **self.fn.handlers()}
         routes = [
             Route(route.path, self._guarded(name, handlers.get(name) or getattr(self, f"_{name.lower()}")), methods=[route.method])
             for name, route in sorted(ROUTES.items(), key=lambda item: item[1].path.count("{"))
