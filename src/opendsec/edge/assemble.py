@@ -8,12 +8,17 @@ from pathlib import Path
 
 import msgspec
 
-from opendsec.api.errors import InvalidRequest
+from opendsec.api.errors import InvalidRequest, Unavailable
 from opendsec.api.sandboxes import Capabilities, Feature
 from opendsec.edge.admission import Policy
 from opendsec.edge.config import BadSettings, Settings
 from opendsec.edge.fn.parts import FnParts
+from opendsec.edge.loading import Loading, feature
 from opendsec.edge.log import Log
+from opendsec.images.lazy.client import Settings as LoaderSettings
+from opendsec.images.lazy.client import choose as choose_mechanism
+from opendsec.images.lazy.protocol import Mechanism
+from opendsec.images.lazy.source import LazyData
 from opendsec.images.remote.config import FILE as STORES_FILE
 from opendsec.images.remote.config import Stores, load
 from opendsec.images.store import ImageStore
@@ -38,6 +43,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     scratch_is_memory: bool
     features: tuple[Feature, ...] = ()
     stores: Stores = Stores({})
+    loading: Loading | None = None  # None: nothing is loaded on demand
     fn: FnParts | None = None  # None: no function calls
     close: Callable[[], Awaitable[None]] = _nothing
 
@@ -59,9 +65,20 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
 async def assemble(settings: Settings, edge_id: str, log: Log) -> Parts:
     """Build them; the scratch is started, the backend is not."""
     found = probed_features()  # forks, so before there are threads
+    mechanism, why = mechanism_of(settings)
     stores = load_stores(settings.state_dir / STORES_FILE)
-    images = ImageStore(settings.state_dir / "images")
+    root = settings.state_dir / "images"
+    images = ImageStore(root, data_source=LazyData(settings.run_dir))
     images.prepare()
+    loader = LoaderSettings(
+        root=root,
+        run_dir=settings.run_dir,
+        stores=settings.state_dir / STORES_FILE,
+        mechanism=mechanism,
+        limit_bytes=settings.cache_bytes(),
+    )
+    loading = Loading(loader, why, log)
+    await loading.start_if_needed(images)
     scratch, reason = await choose(settings.state_dir, scratch_settings(settings))
     log.info("edge.scratch", driver=scratch.name, reason=reason)
     backend = ContainerBackend(
@@ -74,6 +91,7 @@ async def assemble(settings: Settings, edge_id: str, log: Log) -> Parts:
 
     async def close() -> None:
         await backend.close()
+        await loading.close(unneeded=not scratch.list())
         await stores.close()
         # The pool holds half of the free disk: an edge that leaves no sandboxes gives it back. Making one takes a fraction of a second.
         await scratch.close(remove=not scratch.list())
@@ -85,10 +103,19 @@ async def assemble(settings: Settings, edge_id: str, log: Log) -> Parts:
         scratch_driver=f"{scratch.name}: {reason}",
         scratch_bytes=scratch.size_bytes,
         scratch_is_memory=scratch.in_memory,
-        features=found,
+        features=(*found, feature(mechanism, why)),
         stores=stores,
+        loading=loading,
         close=close,
     )
+
+
+def mechanism_of(settings: Settings) -> tuple[Mechanism, str]:
+    """How layers are loaded here, and why so. Raises BadSettings if what is asked for does not work here. May fork."""
+    try:
+        return choose_mechanism(settings.lazy)
+    except Unavailable as error:
+        raise BadSettings(f"--lazy: {error.message}") from None
 
 
 def load_stores(path: Path) -> Stores:
@@ -115,7 +142,8 @@ def missing_for_containers(found: Iterable[Feature]) -> list[str]:
 def doctor() -> Capabilities:
     """What an edge on this machine could do, without starting one."""
     found = probed_features()
-    return Capabilities(backends={NAME: capabilities(missing_for_containers(found))}, features=found)
+    loading = feature(*choose_mechanism())
+    return Capabilities(backends={NAME: capabilities(missing_for_containers(found))}, features=(*found, loading))
 
 
 def scratch_settings(settings: Settings) -> ScratchSettings:

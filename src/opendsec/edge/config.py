@@ -46,7 +46,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     uid_ranges: int
     scratch_driver: str
     scratch_size: int | None
-    loading: str
+    lazy: str
     cache_size: int | None
     keep_ended_s: float
     keep_ended: int
@@ -74,6 +74,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             return self.memory_limit
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return int(total * self.memory_fraction * self.memory_overcommit)
+
+    def cache_bytes(self) -> int:
+        """What loaded content of layers may take here."""
+        if self.cache_size is not None:
+            return self.cache_size
+        disk = os.statvfs(self.state_dir)
+        return min(disk.f_blocks * disk.f_frsize // 10, 100 << 30)
 
     def retention(self) -> Retention:
         return Retention(
@@ -165,7 +172,7 @@ FIELDS: dict[str, _Field] = {
     "uid_ranges": _Field(_integer(1, 65_534), UID_RANGES, "how many ranges of 65,536 uids there are"),
     "scratch_driver": _Field(_choice("auto", "btrfs", "tmpfs"), "auto", "where writable files of sandboxes live: auto, btrfs, tmpfs"),
     "scratch_size": _Field(_size, None, "size of the scratch pool; default: chosen by the driver"),
-    "loading": _Field(
+    "lazy": _Field(
         _choice("auto", "fanotify", "fuse", "eager"),
         "auto",
         "how content of images from stores is loaded: when first read, by fanotify or fuse; eager: whole before use; auto: the best",

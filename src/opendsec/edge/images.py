@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
-from opendsec.api.errors import Denied, Internal, InvalidRequest, NotFound
+from opendsec.api.errors import Denied, Internal, InvalidRequest, NotFound, Unsupported
 from opendsec.api.images import (
     BuildEvent,
     BuildRequest,
@@ -29,15 +29,21 @@ from opendsec.api.images import (
     WarmRequest,
 )
 from opendsec.api.references import Reference, check_dockerfile
+from opendsec.edge.loading import Loading
 from opendsec.edge.progress import Progress, Work, streamed
+from opendsec.images import layers as formats
 from opendsec.images import names
 from opendsec.images.build import build, check
+from opendsec.images.lazy.client import Loader
+from opendsec.images.lazy.protocol import LayerStats
 from opendsec.images.remote.config import Stores
 from opendsec.images.store import GRACE_S, ImageStore, Resolved
+from opendsec.images.transfer import pull_image, push_image
 
 if TYPE_CHECKING:
     from opendsec.edge.node import Node
 
+TELL_S = 0.25  # between two events about how far loading is
 FRESH_S = 1.0  # a resolved name is trusted for so long: resolving reads several small files, a burst of creates asks the same
 
 
@@ -53,15 +59,18 @@ def _silent(kind: str, sandbox_id: str | None = None, **data: str | int | float 
 class Catalog:
     """Images by name, with the names of the last second kept in memory."""
 
-    def __init__(self, store: ImageStore, *, stores: Stores | None = None, emit: Emit = _silent) -> None:
-        self.store, self.emit = store, emit
+    def __init__(self, store: ImageStore, *, stores: Stores | None = None, loading: Loading | None = None, emit: Emit = _silent) -> None:
+        self.store, self.loading, self.emit = store, loading, emit
         self.remotes = stores or Stores({})
         self._fresh: dict[tuple[str, tuple[str, ...]], tuple[float, Resolved]] = {}
+        self._pinned: dict[str, Resolved] = {}
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
     async def resolve(self, image: str, layers: Sequence[str]) -> Resolved:
         """Raises NotFound, InvalidRequest, Internal (a damaged layer); `field` says which name."""
+        if image in self._pinned:
+            return self._pinned[image]
         key, now = (image, tuple(layers)), asyncio.get_running_loop().time()
         known = self._fresh.get(key)
         if known is not None and now - known[0] < FRESH_S:
@@ -75,6 +84,15 @@ class Catalog:
     def forget(self) -> None:
         """A name has been given a new meaning."""
         self._fresh.clear()
+
+    @contextmanager
+    def pinned(self, name: str, resolved: Resolved) -> Iterator[None]:
+        """Let `name`, which no image has, mean this for the edge itself."""
+        self._pinned[name] = resolved
+        try:
+            yield
+        finally:
+            del self._pinned[name]
 
     async def list(self) -> ImageList:
         return await asyncio.to_thread(self.store.list)
@@ -93,24 +111,28 @@ class Catalog:
 
     async def inspect(self, name: str) -> ImageDetail:
         """An image, and how much of each of its layers is here. Raises NotFound."""
-        return await asyncio.to_thread(self._inspect, name)
+        here = await self.loading.layers() if self.loading is not None else {}
+        return await asyncio.to_thread(self._inspect, name, here)
 
-    def _inspect(self, name: str) -> ImageDetail:
+    def _inspect(self, name: str, here: Mapping[str, LayerStats]) -> ImageDetail:
         ref, listed = self.store.image(name), self.store.list()
         image = next(one for one in listed.images if one.name == name)
         layers = {one.digest: one for one in listed.layers}
-        details = tuple(self._detail(layers[digest]) for digest in ref.layers if digest in layers)
+        details = tuple(self._detail(layers[digest], here.get(digest)) for digest in ref.layers if digest in layers)
         return ImageDetail(image=image, layers=details, notes=ref.notes, source=ref.source)
 
-    def _detail(self, layer: LayerInfo) -> LayerDetail:
+    def _detail(self, layer: LayerInfo, here: LayerStats | None) -> LayerDetail:
         record, origin = self.store.record(layer.digest), self.store.origin(layer.digest)
+        traces = self.store.traces / formats.directory_name(layer.digest)
+        local_bytes = layer.data_bytes if origin is None else here.local_bytes if here is not None else 0
         return LayerDetail(
             layer=layer,
-            local_bytes=0 if origin is not None else layer.data_bytes,
-            complete=origin is None,
+            local_bytes=local_bytes,
+            complete=origin is None or (here is not None and here.complete),
             origin=" ".join(origin.stores) if origin is not None else "",
             chunks=-(-layer.data_bytes // record.chunk_bytes) if record.chunk_bytes else 0,
             chunk_bytes=record.chunk_bytes,
+            traces=len(list(traces.iterdir())) if traces.is_dir() else 0,
         )
 
     async def diff(self, a: str, b: str) -> DiffReport:
@@ -205,9 +227,11 @@ class Catalog:
         async def work(progress: Progress) -> ImageInfo:
             if reference.transport == "store":
                 remote, name = self.remotes.get(reference.place, field="reference"), request.name or reference.image_name
-                from opendsec.images.transfer import pull_image
-
-                image = await pull_image(self.store, reference.name, remote, name=name, progress=progress, lazy=request.lazy)
+                if request.lazy:
+                    await self._loader()  # before there is a layer that needs it
+                image = await pull_image(
+                    self.store, reference.name, remote, name=name, progress=progress, lazy=request.lazy, stores=self.remotes
+                )
             else:
                 from opendsec.images.oci.pull import pull
 
@@ -225,12 +249,10 @@ class Catalog:
         async def work(progress: Progress) -> ImageInfo:
             image = await self.image(request.name)
             if reference.transport == "store":
-                from opendsec.images.transfer import push_image
-
                 remote = self.remotes.get(reference.place, field="reference")
                 if not remote.writable:
                     raise Denied(f"the store {reference.place!r} is configured read-only", field="reference")
-                await push_image(self.store, request.name, remote, name=reference.name, progress=progress)
+                await push_image(self.store, request.name, remote, name=reference.name, progress=progress, stores=self.remotes)
             else:
                 from opendsec.images.oci.push import push
 
@@ -246,11 +268,36 @@ class Catalog:
         """As `build`, loading what is not here yet of an image."""
 
         async def work(progress: Progress) -> ImageInfo:
-            return await self.image(request.name)
+            image = await self.image(request.name)
+            elsewhere = await asyncio.to_thread(lambda: [one for one in image.layers if self.store.origin(one) is not None])
+            if elsewhere:
+                await self._warm(await self._loader(), elsewhere, request.trace, progress)
+            return image
 
         async with aclosing(self._streamed(work)) as events:
             async for event in events:
                 yield event
+
+    async def _warm(self, loader: Loader, digests: Sequence[str], traced_only: bool, progress: Progress) -> None:
+        """Load layers, and tell every moment how far that is."""
+        work = asyncio.gather(*(loader.warm(digest, traced_only=traced_only) for digest in digests))
+        try:
+            ended = False
+            while not ended:
+                done, _ = await asyncio.wait((work,), timeout=TELL_S)
+                ended = bool(done)
+                layers = [layer for layer in (await loader.stats()).layers if layer.digest in digests]
+                done_bytes, data_bytes = sum(one.local_bytes for one in layers), sum(one.data_bytes for one in layers)
+                total_bytes = 0 if traced_only else data_bytes
+                progress(BuildEvent(kind="progress", what=f"{len(digests)} layers", done_bytes=done_bytes, total_bytes=total_bytes))
+            await work
+        finally:
+            work.cancel()  # the loader goes on with what it has begun: it does no harm
+
+    async def _loader(self) -> Loader:
+        if self.loading is None:
+            raise Unsupported("this edge loads nothing on demand", field="reference")
+        return await self.loading.loader()
 
     async def _streamed(self, work: Work) -> AsyncGenerator[BuildEvent, None]:
         try:

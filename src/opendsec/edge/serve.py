@@ -21,6 +21,7 @@ from opendsec.edge.fn.routes import Functions
 from opendsec.edge.images import Catalog
 from opendsec.edge.journal import Journal
 from opendsec.edge.listen import Listener
+from opendsec.edge.loading import heard
 from opendsec.edge.log import Log
 from opendsec.edge.node import Node
 from opendsec.edge.reconcile import reconcile
@@ -62,7 +63,7 @@ async def serve(settings: Settings, log: Log, assembling: Assemble, *, stop: asy
             journal=journal,
             actions=Actions(journal, results, clock.time, log),
             backends=parts.backends,
-            images=Catalog(parts.images, stores=parts.stores, emit=events.emit),
+            images=Catalog(parts.images, stores=parts.stores, loading=parts.loading, emit=events.emit),
             policy=parts.policy(settings),
             uids=UidRanges(settings.uid_base, settings.uid_ranges, excluded=_foreign_uids()),
             events=events,
@@ -78,6 +79,9 @@ async def serve(settings: Settings, log: Log, assembling: Assemble, *, stop: asy
         stack.push_async_callback(functions.close)
         await reconcile(node, parts.boot_id)
         await functions.start()
+        if parts.loading is not None:
+            watched = node
+            parts.loading.on_event.to(lambda event: heard(watched, event))
         node.on_shutdown = stop.set
         served = Routes(node, parts.features, functions)
         stack.push_async_callback(served.close)

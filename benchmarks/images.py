@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images that start before they are downloaded, beside whole pulls; composed layers beside archives; packing.
+
+    dsec bench images [--json] [--quick] [--plot FILE.png]
+
+The image has over 1 GiB (`large_image`). Its store is nginx behind a line of 20 ms and 1 Gbit/s. Each cold start is that of a fresh edge
+which has pulled the image's metadata and nothing else. Bytes are those that crossed the line, headers included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import opendsec as od
+from benchmarks.edges import STORE, edge, stores
+from benchmarks.large_image import LARGE, large_store
+from benchmarks.report import Report, percentile
+from opendsec.api.images import DirectorySource
+from tests.images import BASE, base_store
+from tests.services import FaultServer, Nginx, nginx_server
+
+LATENCY_MS, RATE_MBIT = 20, 1000
+MIB = 1 << 20
+COMMAND = ["python3", "-c", "import json"]
+SMALL = {"memory": "64MiB", "disk": "16MiB"}
+TRACED = f"{LARGE}-traced"
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a cold image: seconds from `create` to the answer, and the bytes that came until then."""
+
+    seconds: float
+    create_s: float
+    bytes: int
+
+
+# --- cold starts ------------------------------------------------------------------------------------------------------
+
+
+async def publish(remote: Path) -> None:
+    """Push the image to the store, once without and once with a trace; what is there stays."""
+    done = remote / "published"
+    if done.exists():
+        return
+    remote.mkdir(parents=True, exist_ok=True)
+    async with edge(large_store(), ["--scratch-size", "1GiB"], store=stores(remote, writable=True)) as (client, _):
+        await client.images.push(LARGE, f"store:{STORE}/{LARGE}")
+    done.touch()
+
+
+async def record(remote: Path, traced: Path, url: str) -> None:
+    """The same store with the trace of a start beside the image: what a builder would ship."""
+    subprocess.run(["cp", "-r", "--reflink=auto", "--link", str(remote), str(traced)], check=True)
+    async with edge(None, ["--scratch-size", "1GiB"], store=stores(traced, writable=True)) as (client, _):
+        await client.images.pull(f"store:{STORE}/{LARGE}")
+        await client.images.trace(LARGE, COMMAND)
+        await client.images.push(LARGE, f"store:{STORE}/{LARGE}")
+
+
+async def cold_start(web: Nginx, image: str = LARGE) -> Start:
+    async with edge(None, ["--scratch-size", "1GiB"], store=stores(web.url)) as (client, _):
+        await client.images.pull(f"store:{STORE}/{image}")
+        before = web.counts().sent_bytes
+        began = time.perf_counter()
+        box = await client.create(od.Container(image=image))
+        created = time.perf_counter()
+        await box.run(COMMAND, check=True)
+        took = time.perf_counter() - began
+        return Start(took, created - began, web.counts().sent_bytes - before)
+
+
+async def whole_pull(web: Nginx) -> float:
+    """The peer: all of the image first, then the command."""
+    async with edge(None, ["--scratch-size", "1GiB"], store=stores(web.url)) as (client, _):
+        began = time.perf_counter()
+        await client.images.pull(f"store:{STORE}/{LARGE}", lazy=False)
+        box = await client.create(od.Container(image=LARGE))
+        await box.run(COMMAND, check=True)
+        return time.perf_counter() - began
+
+
+async def starts(report: Report, remote: Path, rounds: int) -> None:
+    image_bytes = sum(file.stat().st_size for file in large_store().glob("layers/*/*.[be]*"))
+    report.note("images.large.size", image_bytes / (1 << 30), "GiB")
+    with tempfile.TemporaryDirectory(dir=remote.parent) as folder:
+        with nginx_server(remote, latency_ms=LATENCY_MS, rate_mbit=RATE_MBIT) as web:
+            cold = [await cold_start(web) for _ in range(rounds)]
+            whole_s = await whole_pull(web)
+        traced_remote = Path(folder) / "traced"
+        await record(remote, traced_remote, web.url)
+        with nginx_server(traced_remote, latency_ms=LATENCY_MS, rate_mbit=RATE_MBIT) as web:
+            traced = [await cold_start(web) for _ in range(rounds)]
+    report.distribution("images.cold", [one.seconds * 1000 for one in cold])
+    report.distribution("images.traced", [one.seconds * 1000 for one in traced])
+    report.note("images.whole_pull", whole_s, "s")
+    report.note("images.cold.bytes", percentile([one.bytes for one in cold], 0.5) / MIB, "MiB")
+    report.note("images.traced.bytes", percentile([one.bytes for one in traced], 0.5) / MIB, "MiB")
+    report.add("images.cold.first_command", percentile([one.seconds for one in cold], 0.5))
+    report.add("images.cold.share", 100 * percentile([one.bytes for one in cold], 0.5) / image_bytes)
+    traced_s = percentile([one.seconds for one in traced], 0.5)
+    report.add("images.traced.first_command", traced_s)
+    report.add("images.traced.advantage", whole_s / traced_s)
+
+
+# --- many at once -----------------------------------------------------------------------------------------------------
+
+
+async def burst(report: Report, remote: Path, count: int = 64) -> None:
+    """All at once on one cold image: which chunks were fetched more than once."""
+    with FaultServer(remote) as web:
+        async with edge(None, ["--scratch-size", "2GiB"], store=stores(web.url)) as (client, _):
+            await client.images.pull(f"store:{STORE}/{LARGE}")
+            detail = (await client.images.inspect(LARGE)).layers[0]
+            web.reset()
+            began = time.perf_counter()
+            boxes = await client.create_many(od.Container(image=LARGE, memory="64MiB", disk="16MiB"), count)
+            alive = [box for box in boxes if isinstance(box, od.Sandbox)]
+            await asyncio.gather(*(box.run(COMMAND, check=True) for box in alive))
+            report.note(f"images.burst_{count}.all_answered", time.perf_counter() - began, "s")
+            fetched: Counter[int] = Counter()
+            for request in list(web.requests):
+                if request.path.endswith("data.blob") and request.length:
+                    first, last = request.start // detail.chunk_bytes, (request.start + request.length - 1) // detail.chunk_bytes
+                    fetched.update(range(first, last + 1))
+    report.note(f"images.burst_{count}.chunks", len(fetched), "chunks")
+    report.add("images.burst_64.lost", count - len(alive))
+    report.add("images.burst_64.repeated", sum(times - 1 for times in fetched.values()))
+
+
+# --- warm reads -------------------------------------------------------------------------------------------------------
+
+READER = """
+import os, sys, time
+small, large = [], []
+for folder, _, names in os.walk("/usr"):
+    for name in names:
+        path = os.path.join(folder, name)
+        if os.path.islink(path):
+            continue
+        size = os.path.getsize(path)
+        if size <= 16384 and len(small) < 4000:
+            small.append(path)
+        elif size >= 8 << 20 and len(large) < 8:
+            large.append(path)
+small.sort(), large.sort()
+buffer = bytearray(1 << 20)
+def read(path):
+    total = 0
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            total += count
+    return total
+for path in small + large:
+    read(path)
+print("ready", flush=True)
+for line in sys.stdin:
+    began = time.perf_counter()
+    if line.strip() == "small":
+        done = sum(1 for path in small if read(path) >= 0)
+    else:
+        done = sum(read(path) for path in large)
+    print(done / (time.perf_counter() - began), flush=True)
+"""
+
+
+class Reader:
+    """The program above in a sandbox: rates of reading what is in the page cache."""
+
+    def __init__(self, box: od.Sandbox) -> None:
+        self._box = box
+
+    async def start(self) -> None:
+        self._process = await self._box.start(["python3", "-u", "-c", READER], stdin_stream=True)
+        self._events = self._process.attach()
+        await self._line()
+
+    async def rate(self, what: str) -> float:
+        await self._process.write(f"{what}\n")
+        return float(await self._line())
+
+    async def _line(self) -> str:
+        async for event in self._events:
+            if event.kind == "output":
+                return event.text
+            if event.kind == "exit":
+                raise RuntimeError(f"the reader ended: {event}")
+        raise RuntimeError("the reader ended")
+
+    async def stop(self) -> None:
+        await self._events.aclose()
+
+
+async def warm(report: Report, remote: Path, rounds: int) -> None:
+    """Reads of content that was loaded on demand, beside the same layer fully local; both in the page cache."""
+    with nginx_server(remote) as web:
+        async with (
+            edge(large_store(), ["--scratch-size", "1GiB"]) as (here, _),
+            edge(None, ["--scratch-size", "1GiB"], store=stores(web.url)) as (there, _),
+        ):
+            await there.images.pull(f"store:{STORE}/{LARGE}")
+            readers = [Reader(await client.create(od.Container(image=LARGE, memory="1GiB"))) for client in (here, there)]
+            for reader in readers:
+                await reader.start()
+            rates: dict[str, list[tuple[float, float]]] = {"small": [], "large": []}
+            for _ in range(rounds):
+                for what, found in rates.items():
+                    found.append((await readers[0].rate(what), await readers[1].rate(what)))
+            for reader in readers:
+                await reader.stop()
+    local, demand = ({what: percentile([pair[side] for pair in found], 0.5) for what, found in rates.items()} for side in (0, 1))
+    report.note("images.warm.local_throughput", local["large"] / MIB, "MiB/s")
+    report.note("images.warm.local_small_files", local["small"], "per s")
+    report.add("images.warm.throughput", demand["large"] / local["large"])
+    report.add("images.warm.small_files", demand["small"] / local["small"])
+
+
+# --- composition ------------------------------------------------------------------------------------------------------
+
+
+def tree(root: Path, name: str, files: int, size: int) -> Path:
+    """A directory as of a tool: `files` of text that compresses a little."""
+    for number in range(files):
+        path = root / name / "opt" / name / f"part{number % 16}" / f"file{number}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(os.urandom(size // 2).hex().encode())
+    return root / name
+
+
+async def compose(report: Report, folder: Path, *, workspaces: int, boxes: int, rounds: int) -> None:
+    layers = {"workspace:w@1": 600, "toolkit:a@1": 300, "toolkit:b@1": 300, "toolkit:c@1": 300}
+    async with edge(base_store(), ["--scratch-size", "4GiB"]) as (client, _):
+        for label, files in layers.items():
+            kind, _, name = label.partition(":")
+            source = DirectorySource(path=str(tree(folder, name[0], files, 8192)))
+            await client.images.build(name[0], source, kind="workspace" if kind == "workspace" else "toolkit", version="1")
+        await creation(report, client, tuple(layers), rounds)
+        await written(report, client, folder, tuple(layers), boxes)
+        await upgrade(report, client, folder, workspaces)
+
+
+async def creation(report: Report, client: od.Client, layers: tuple[str, ...], rounds: int) -> None:
+    """Created in turns: the base alone, and with a workspace and three toolkits."""
+    took: dict[str, list[float]] = {"base": [], "composed": []}
+    for turn in range(rounds + 5):
+        for what, on_top in (("base", ()), ("composed", layers)):
+            began = time.perf_counter()
+            box = await client.create(od.Container(image=BASE, layers=on_top))
+            if turn >= 5:
+                took[what].append((time.perf_counter() - began) * 1000)
+            await box.kill()
+    for what, samples in took.items():
+        report.distribution(f"images.compose.create_{what}", samples)
+    report.add("images.compose.extra", percentile(took["composed"], 0.5) - percentile(took["base"], 0.5))
+
+
+async def written(report: Report, client: od.Client, folder: Path, layers: tuple[str, ...], count: int) -> None:
+    """What sandboxes of the same content write: layers, beside archives unpacked in each of them."""
+    archive = folder / "layers.tar.gz"
+    with tarfile.open(archive, "w:gz", compresslevel=1) as tar:
+        for label in layers:
+            name = label.partition(":")[2][0]
+            tar.add(folder / name, arcname=".")
+    known = {name: layer for layer in (await client.images.list()).layers for name in layer.names}
+    ours = sum(known[label].meta_bytes + known[label].data_bytes for label in layers)
+    peer = 0
+    unpack_ms, composed_ms = [], []
+    for _ in range(count):
+        began = time.perf_counter()
+        async with await client.create(od.Container(image=BASE, layers=layers, disk="64MiB")) as box:
+            await box.run("ls /opt", check=True)
+            composed_ms.append((time.perf_counter() - began) * 1000)
+            ours += (await box.usage()).disk_bytes
+        began = time.perf_counter()
+        async with await client.create(od.Container(image=BASE, disk="64MiB")) as box:
+            before = (await box.usage()).disk_bytes
+            process = await box.start(["tar", "-xzf", "-", "-C", "/"], stdin_stream=True)
+            await process.write(archive.read_bytes())
+            await process.close_stdin()
+            (await process.wait()).check()
+            unpack_ms.append((time.perf_counter() - began) * 1000)
+            peer += (await box.usage()).disk_bytes - before
+    report.distribution("images.compose.ready", composed_ms)
+    report.distribution("images.tar_gz.ready", unpack_ms)
+    report.add("images.compose.written", peer / ours)
+
+
+async def upgrade(report: Report, client: od.Client, folder: Path, count: int) -> None:
+    """A new base under many workspaces: which layers were made for it."""
+    name = "old-base"
+    await client.images.build(name, DirectorySource(path=str(tree(folder, "old", 8, 4096))))
+    for number in range(count):
+        path = folder / f"ws{number}"
+        path.mkdir()
+        (path / "id").write_text(f"{number}\n")
+        await client.images.build(f"ws{number}", DirectorySource(path=str(path), prefix="/workspace"), kind="workspace")
+        await client.images.compose(f"task{number}", name, [f"workspace:ws{number}@1"])
+    before = {layer.digest for layer in (await client.images.list()).layers}
+    began = time.perf_counter()
+    await client.images.build(name, DirectorySource(path=str(tree(folder, "new", 8, 4096))))
+    for number in range(count):
+        await client.images.compose(f"task{number}", name, [f"workspace:ws{number}@1"])
+    report.note(f"images.compose.upgrade_{count}", time.perf_counter() - began, "s")
+    after = await client.images.list()
+    tops = {image.layers[0] for image in after.images if image.name.startswith("task")}
+    if len(tops) != 1 or tops & before:
+        raise RuntimeError("the images were not upgraded")
+    report.add("images.compose.rebuilt", len({layer.digest for layer in after.layers} - before))
+
+
+# --- packing ----------------------------------------------------------------------------------------------------------
+
+
+async def pack(report: Report, rounds: int) -> None:
+    """1 GiB in the upper, and a process that counts on while its sandbox is packed."""
+    frozen, took = [], []
+    arguments = ["--scratch-driver", "btrfs", "--scratch-size", "4GiB"]
+    async with edge(base_store(), arguments) as (client, _):  # noqa: SIM117 (reads better so)
+        async with await client.create(od.Container(image=BASE, memory="1GiB", disk="3GiB")) as box:
+            await box.run("dd if=/dev/urandom of=/root/big bs=1M count=1024 2>/dev/null; sync", timeout_s=120, check=True)
+            for number in range(rounds):
+                began = time.perf_counter()
+                packed = await box.pack(f"big@{number}")
+                took.append(time.perf_counter() - began)
+                frozen.append(packed.frozen_ms)
+                if packed.layer.data_bytes < 1 << 30:
+                    raise RuntimeError(f"not all was packed: {packed.layer}")
+    report.note("images.pack.took", percentile(took, 0.5), "s")
+    report.add("images.pack.frozen", max(frozen))
+
+
+# --- all of it --------------------------------------------------------------------------------------------------------
+
+
+async def measure(*, quick: bool, only: Sequence[str]) -> Report:
+    from benchmarks import images_task
+
+    report = Report(
+        "images", {"nginx": _version("nginx", "-v"), "tar": _version("tar", "--version"), "skopeo": _version("skopeo", "--version")}
+    )
+    remote = large_store().parent / f"{large_store().name}-remote"
+    await publish(remote)
+    with tempfile.TemporaryDirectory(prefix="dsec-bench-", dir="/var/tmp") as folder:
+        parts = {
+            "starts": lambda: starts(report, remote, 1 if quick else 5),
+            "burst": lambda: burst(report, remote),
+            "warm": lambda: warm(report, remote, 5 if quick else 15),
+            "compose": lambda: compose(
+                report, Path(folder), workspaces=10 if quick else 100, boxes=12 if quick else 20, rounds=30 if quick else 200
+            ),
+            "pack": lambda: pack(report, 1 if quick else 3),
+            "task": lambda: images_task.task(report, remote, Path(folder), quick=quick),
+        }
+        for name, part in parts.items():
+            if not only or name in only:
+                await part()
+    return report
+
+
+def _version(program: str, flag: str) -> str:
+    try:
+        done = subprocess.run([program, flag], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "not here"
+    return (done.stdout or done.stderr).splitlines()[0]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="dsec bench images", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quick", action="store_true", help="fewer samples, within 60 s once the image is built")
+    parser.add_argument("--plot", type=Path, help="draw the latencies into this PNG file")
+    parser.add_argument("--only", action="append", choices=["starts", "burst", "warm", "compose", "pack", "task"], help="only this part")
+    options = parser.parse_args(arguments)
+    report = asyncio.run(measure(quick=options.quick, only=options.only or ()))
+    report.print(as_json=options.json)
+    if options.plot is not None:
+        report.plot(options.plot)
+    return 0 if report.holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
