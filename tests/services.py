@@ -9,7 +9,8 @@
     with s3_server() as s3:                     # s3.url, s3.options
     with nginx_server(folder, latency_ms=20, rate_mbit=1000) as web:      # web.url, web.counts(); needs root
 
-`FaultServer` lives in this process, in daemon threads; the others are processes.
+`FaultServer` lives in this process, in daemon threads; the others are processes. Tests in whose process obstore runs name the fixture
+`obstore_started`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import pytest
+
+from tests import leaks
 from tests.support import ROOT
+
+
+@pytest.fixture(scope="session")
+def obstore_started(leak_detector: leaks.LeakDetector) -> None:
+    """obstore keeps its threads and their descriptors as long as the process lives; they are no leak of the first test that uses it."""
+    import obstore
+    import obstore.store
+
+    before = leaks.snapshot()
+    obstore.put(obstore.store.MemoryStore(), "a", b"")
+    leak_detector.hold(before)
+
 
 FaultKind = Literal["status", "cut", "wrong", "short", "stall", "drop"]
 

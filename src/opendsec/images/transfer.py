@@ -253,12 +253,13 @@ async def _fetch_layer(store: ImageStore, digest: str, remote: RemoteStore, mete
         raise
     prefix = layout.layer_prefix(record)
     lazy = lazy and record.data_bytes > 0
-    if await remote.size(f"{prefix}/{layout.DATA}") != record.data_bytes:
-        raise StoreError("damaged", remote.name, f"{prefix}/{layout.DATA}", "the data has not the size its record says")
-    table_data, packed = await asyncio.gather(
+    data_bytes, table_data, packed = await asyncio.gather(
+        remote.size(f"{prefix}/{layout.DATA}"),
         remote.get(f"{prefix}/{layout.TABLE}", limit=chunks.MAX_BYTES),
         remote.get(f"{prefix}/{layout.META_ZST}", limit=record.meta_bytes + record.meta_bytes // 128 + 1024),
     )
+    if data_bytes != record.data_bytes:
+        raise StoreError("damaged", remote.name, f"{prefix}/{layout.DATA}", "the data has not the size its record says")
     with store.workspace() as (work, _):
         out = work / "out"
         out.mkdir(mode=0o755)

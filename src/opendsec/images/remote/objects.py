@@ -196,6 +196,8 @@ def _explain(error: Exception) -> tuple[Kind, str]:
         return "damaged", "the server does not serve ranges"
     if isinstance(error, NotImplementedError | known.NotSupportedError):
         return "denied", "the store cannot do this"
+    if "Invalid range" in text:
+        return "damaged", "the object has not that many bytes"
     if "UnexpectedRange" in text:
         return "damaged", "the answer is not the range that was asked for"
     if found := _STATUS.search(text):
