@@ -146,8 +146,8 @@ class Calls:
             source = source if item.source is None else item.source
             argv = argv if item.argv is None else item.argv
             stdin = stdin if item.stdin is None else item.stdin
-            args = args if item.args == b"null" else item.args
-            kwargs = kwargs if item.kwargs == b"null" else item.kwargs
+            args = args if bytes(item.args) == b"null" else item.args
+            kwargs = kwargs if bytes(item.kwargs) == b"null" else item.kwargs
             if item.env:
                 env = {**env, **item.env}
             if item.files:
