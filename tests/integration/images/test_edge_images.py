@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import opendsec as od
 from opendsec.testing.contracts import images as contract
 from tests.edges import EdgeProcess
 from tests.images import BASE

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real tasks on a cold image: the repositories of the demo, their suites run by the judge's command.
+
+What a task touches is counted apart from the loader: the same sandboxes run over layers that are all here, whose files nobody has read
+since they were written, and then the kernel says which pages of the data files it has in memory (mincore).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import opendsec as od
+from benchmarks.edges import STORE, edge, stores
+from benchmarks.large_image import LARGE, large_store
+from benchmarks.report import Report
+from examples.demo import repos
+from opendsec.api.images import DirectorySource
+from tests.services import nginx_server
+
+PROJECTS = ("marshmallow", "sqlparse", "networkx")
+LATENCY_MS, RATE_MBIT = 20, 1000
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Task:
+    """One judged run: the image that holds all of it, and the command."""
+
+    image: str
+    layers: tuple[str, ...]
+    tests: Path  # a directory laid out from the sandbox's root
+    script: str
+
+    @property
+    def argv(self) -> list[str]:
+        return ["/bin/sh", "-c", self.script]
+
+
+@dataclass(frozen=True)
+class Ran:
+    seconds: float
+    bytes: int
+
+
+def tasks(cache: Path, folder: Path, projects: Sequence[str]) -> tuple[dict[str, Path], list[Task]]:
+    """The directories of the layers, and a task of each project whose judge runs upstream's own tests."""
+    data = repos.load()
+    directories = repos.build_layers(data, cache / "layers", cache)
+    found: dict[str, Task] = {}
+    for line in repos.tasks(data, cache):
+        project = line.verify.layers[0].partition(":")[2].partition("@")[0]
+        if project in projects and project not in found:
+            tests = folder / f"tests-{project}"
+            for name, text in line.verify.files.items():
+                path = tests / name.lstrip("/")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+            # The bug is there, so upstream's regression test fails: the run counts, not its verdict.
+            script = f"cd {line.verify.cwd} && {line.verify.run}"
+            found[project] = Task(f"task-{project}", line.verify.layers, tests, script)
+    return directories, list(found.values())
+
+
+async def build(client: od.Client, directories: dict[str, Path], chosen: Sequence[Task]) -> None:
+    for label in dict.fromkeys(label for task in chosen for label in task.layers):
+        kind, _, rest = label.partition(":")
+        name, _, version = rest.partition("@")
+        source = DirectorySource(path=str(directories[label].resolve()))
+        await client.images.build(name, source, kind="workspace" if kind == "workspace" else "toolkit", version=version)
+    for task in chosen:
+        await client.images.build(task.image, DirectorySource(path=str(task.tests)), kind="toolkit")
+        await client.images.compose(task.image, LARGE, [*task.layers, f"toolkit:{task.image}@1"])
+
+
+async def run(client: od.Client, task: Task) -> float:
+    """Seconds from `create` to the end of the suite."""
+    began = time.perf_counter()
+    async with await client.create(od.Container(image=task.image, memory="1GiB")) as box:
+        result = await box.run(task.argv, timeout_s=300)
+        took = time.perf_counter() - began
+    if result.exit_code not in (0, 1) or " passed" not in result.stdout:
+        raise RuntimeError(f"{task.image}: {result.stdout[-500:]} {result.stderr[-500:]}")
+    return took
+
+
+def resident_bytes(files: Sequence[Path]) -> int:
+    """Of these files, what is in the page cache."""
+    done = subprocess.run(["fincore", "--bytes", "--noheadings", "--output", "RES", *map(str, files)], capture_output=True, check=True)
+    return sum(map(int, done.stdout.split()))
+
+
+def forget(files: Sequence[Path]) -> None:
+    """Nothing of them in the page cache."""
+    for file in files:
+        with open(file, "rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+async def task(report: Report, remote: Path, folder: Path, *, quick: bool) -> None:
+    cache = Path(os.environ.get("OPENDSEC_TEST_IMAGES", "/var/tmp/opendsec-test-images")) / "downloads"
+    projects = PROJECTS[:1] if quick else PROJECTS
+    directories, chosen = await asyncio.to_thread(tasks, cache, folder, projects)
+    depot = folder / "depot"
+    subprocess.run(["cp", "-r", "--link", str(remote), str(depot)], check=True)
+    cold: dict[str, list[Ran]] = {"untraced": [], "traced": []}
+    touched, cached = 0, 0.0
+    async with edge(large_store(), ["--scratch-size", "1GiB"], store=stores(depot, writable=True)) as (here, process):
+        await build(here, directories, chosen)
+        for one in chosen:
+            files = list((process.state_dir / "images" / "layers").glob("*/data.blob"))
+            await _unmounted(here)
+            forget(files)
+            before = resident_bytes(files)
+            await run(here, one)
+            touched += resident_bytes(files) - before
+            cached += sorted([await run(here, one) for _ in range(3)])[1]
+            await here.images.push(one.image, f"store:{STORE}/{one.image}")
+        with nginx_server(depot, latency_ms=LATENCY_MS, rate_mbit=RATE_MBIT) as web:
+            for what, runs in cold.items():
+                for one in chosen:
+                    if what == "traced":
+                        await here.images.trace(one.image, one.argv, timeout_s=300)
+                        await here.images.push(one.image, f"store:{STORE}/{one.image}")
+                    async with edge(None, ["--scratch-size", "1GiB"], store=stores(web.url)) as (there, _):
+                        await there.images.pull(f"store:{STORE}/{one.image}")
+                        before = web.counts().sent_bytes
+                        seconds = await run(there, one)
+                        runs.append(Ran(seconds, web.counts().sent_bytes - before))
+    seconds = {what: sum(one.seconds for one in runs) for what, runs in cold.items()}
+    fetched = {what: sum(one.bytes for one in runs) for what, runs in cold.items()}
+    report.note("images.task.cached", cached, "s")
+    report.note("images.task.untraced_slowdown", seconds["untraced"] / cached, "x")
+    report.note("images.task.touched", touched / MIB, "MiB")
+    report.note("images.task.untraced_fetched", fetched["untraced"] / touched, "x")
+    report.add("images.task.fetched", fetched["traced"] / touched)
+    report.add("images.task.slowdown", seconds["traced"] / cached)
+
+
+async def _unmounted(client: od.Client) -> None:
+    """Let go of mounts: a mount of its own has a page cache of its own, which would hide what is read from the files."""
+    await client.images.gc(grace_s=1e6)
