@@ -107,9 +107,7 @@ class Rig:
 
     def __exit__(self, *exc: object) -> None:
         self.unmount()
-        for pid in self.family():
-            os.kill(pid, signal.SIGKILL)
-        self.wait(lambda: not self.family())
+        self.kill_all()
         self.web.close()
 
     def set_stores(self, urls: Mapping[str, str]) -> None:
@@ -179,6 +177,19 @@ class Rig:
                 threads = len(os.listdir(f"/proc/{pid}/task"))
                 found[int(pid)] = "loader" if threads > 1 else "keeper"
         return found
+
+    def kill_all(self) -> None:
+        """All at once: none is left to replace another."""
+        stopped: set[int] = set()
+        while pids := set(self.family()) - stopped:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+            stopped |= pids
+        for pid in stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.wait(lambda: not self.family())
 
     def pids(self, role: str) -> list[int]:
         return sorted(pid for pid, found in self.family().items() if found == role)

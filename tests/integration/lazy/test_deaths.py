@@ -62,8 +62,7 @@ async def test_the_whole_family_is_killed_while_the_edge_lives(tmp_path: Path) -
         layer = rig.layer({"big": noise(2 * MIB, 1), "other": noise(MIB, 2)})
         async with rig.loader() as loader:
             reader = await held_reader(rig, loader, layer)
-            for pid in rig.family():
-                os.kill(pid, signal.SIGKILL)
+            rig.kill_all()
             rig.web.let_go()
             result = await reader.result_soon()
             assert result in (layer.files["big"], EIO)
@@ -93,9 +92,7 @@ async def test_all_are_killed_and_what_was_mounted_is_told_as_lost(tmp_path: Pat
             await rig.mount(loader, whole)
             await loader.warm(whole.digest)
             await loader.ensure(idle.digest)
-        for pid in rig.family():
-            os.kill(pid, signal.SIGKILL)
-        rig.wait(lambda: not rig.family())
+        rig.kill_all()
         async with rig.loader() as loader:
             assert loader.lost == (mounted.digest,)
             # A new mount is right: what the old one may have got is in its own page cache.
