@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from opendsec.api.errors import Internal, InvalidRequest, NotFound, OpenDSecError
+from opendsec.images import chunks, origins
 from opendsec.images import layers as formats
-from opendsec.images import origins
 from opendsec.images.lazy.board import Board
 from opendsec.images.lazy.cache import MAP, CachedLayer, Key
 from opendsec.images.lazy.chunkmap import ABSENT
@@ -42,6 +42,7 @@ class Registry:
         self._boot_id = procfs.boot_id()
         self.layers: dict[str, CachedLayer] = {}  # by digest
         self.views: dict[tuple[str, str], CachedLayer] = {}  # by trace and digest
+        self._indexed: set[str] = set()
         self.by_key: dict[Key, CachedLayer] = {}
 
     def load(self, inherited: Mapping[Key, int]) -> list[CachedLayer]:
@@ -80,6 +81,7 @@ class Registry:
             inherited=inherited or {},
         )
         self.layers[digest] = layer
+        self.index_local()
         self.index.add(layer, table.digests)
         self._added(layer)
         return layer
@@ -104,6 +106,18 @@ class Registry:
         self.views[trace, digest] = view
         self._added(view)
         return view
+
+    def index_local(self) -> None:
+        """Learn of the chunks of layers that are whole here, as far as they are new."""
+        for directory in sorted((self.store.root / "layers").glob("sha256-*")):
+            data = directory / formats.DATA
+            if directory.name in self._indexed or not data.exists() or not (directory / formats.TABLE).exists():
+                continue
+            self._indexed.add(directory.name)
+            with contextlib.suppress(Damaged, OSError):
+                table = chunks.read(directory / formats.TABLE)
+                if table.chunk_bytes == chunks.CHUNK_BYTES:
+                    self.index.add(os.fspath(data), table.digests)
 
     def _added(self, layer: CachedLayer) -> None:
         self.by_key[layer.key] = layer
