@@ -11,6 +11,14 @@ from opendsec.api.references import Reference
 from opendsec.images.oci.limits import Limits
 
 
+class Exported(msgspec.Struct, frozen=True, kw_only=True):
+    """A layer to be pushed, and its files, as the edge's source of data names them."""
+
+    digest: str
+    meta: str
+    data: str
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     verb: str  # "pull", "push"
     reference: Reference
@@ -24,7 +32,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     retries: int = 2
     limits: Limits = Limits()
     # of a push
-    layers: tuple[str, ...] = ()  # digests, lowest first
+    layers: tuple[Exported, ...] = ()  # lowest first
     config: ImageConfig = ImageConfig()
     name: str = ""
 

@@ -97,7 +97,7 @@ def from_ours(config: ImageConfig, diff_ids: list[str], digests: list[str]) -> b
         architecture=platform.architecture,
         os=platform.os,
         config=_Container(
-            user=config.user,
+            user="" if config.user == "root" else config.user,  # an image may be without /etc/passwd
             env=[f"{name}={value}" for name, value in config.env.items()],
             entrypoint=list(config.entrypoint),
             cmd=list(config.cmd),

@@ -23,6 +23,7 @@ import msgspec
 from opendsec.api.errors import Conflict, InvalidRequest, NotFound, OpenDSecError, Unauthorized, Unavailable
 
 _LOOK_S = 0.25
+FIRST_DELAY_S = 0.25  # before the second attempt; then twice as long each time
 _PASSED_ON = ("PATH", "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR")
 _SAID = re.compile(r'level=(?:fatal|error) msg=("(?:[^"\\]|\\.)*"|\S+)')
 
@@ -49,8 +50,19 @@ class Skopeo:
         self._run(["copy", "--quiet", *arguments, source, target], watched, progress)
 
     def _run(self, arguments: Sequence[str], watched: Path | None, progress: Callable[[int], None] = lambda done: None) -> bytes:
+        """What it prints. Tried again for what may pass; blobs that are there already are not fetched again."""
+        for attempt in range(self._retries):
+            try:
+                return self._once(arguments, watched, progress)
+            except Unavailable as error:
+                if error.field != "reference":
+                    raise  # nothing of the registry's
+            time.sleep(FIRST_DELAY_S * 2**attempt)
+        return self._once(arguments, watched, progress)
+
+    def _once(self, arguments: Sequence[str], watched: Path | None, progress: Callable[[int], None]) -> bytes:
         verb, *rest = arguments
-        command = ["skopeo", "--insecure-policy", verb, f"--authfile={self._authfile}", f"--retry-times={self._retries}", *rest]
+        command = ["skopeo", "--insecure-policy", verb, f"--authfile={self._authfile}", *rest]
         out, said = self._work / "skopeo.out", self._work / "skopeo.err"
         environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         home = os.fspath(self._work)
