@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real edge's node in the test's own event loop, without HTTP: sandboxes on a btrfs pool, a store of one's own.
 
-    async def test_something(edge: NodeEdge) -> None:
-        box = await edge.create()
-        assert await edge.sh(box, "echo hi") == "hi\n"
+async def test_something(edge: NodeEdge) -> None:
+    box = await edge.create()
+    assert await edge.sh(box, "echo hi") == "hi\n"
 """
 
 from __future__ import annotations
@@ -40,7 +40,12 @@ class NodeEdge:
 
     def __init__(self, folder: Path, scratch_size: str) -> None:
         self.folder = folder
-        flags = [f"--state-dir={folder / 'state'}", f"--run-dir={folder / 'run'}", f"--scratch-size={scratch_size}", "--scratch-driver=btrfs"]
+        flags = [
+            f"--state-dir={folder / 'state'}",
+            f"--run-dir={folder / 'run'}",
+            f"--scratch-size={scratch_size}",
+            "--scratch-driver=btrfs",
+        ]
         self.settings = config.load(flags, {})
         self.node: Node
         self.parts: Parts

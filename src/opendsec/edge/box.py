@@ -28,6 +28,7 @@ class Template(msgspec.Struct, frozen=True, kw_only=True):
     env: dict[str, str]
     user: str
     workdir: str
+    own: bool = False  # for work of the edge's own, such as a build's step: the next edge clears it away
 
 
 class Box:

@@ -66,13 +66,30 @@ async def _create(node: Node, spec: AnySpec, limits: Limits, count: int, action:
     return _response(slots)
 
 
+async def create_from(node: Node, spec: AnySpec, resolved: Resolved) -> Box:
+    """Create one sandbox of layers that need no name, for work of the edge's own, which it does not outlive. Raises as `create`."""
+    limits = spec.check()
+    _check_ready(node)
+    backend = node.backends.get(spec.kind)
+    if backend is None:
+        raise Unsupported(f"this edge has no backend {spec.kind!r}", field="spec.backend")
+    admission.check_one(limits, node.policy)
+    action: Action[CreateResponse] = Action(node.actions, None, None, "create", b"")
+    slots = _intend(node, spec, limits, 1, resolved, action, own=True)
+    if isinstance(slots[0], Box):
+        await _make(node, backend, resolved, slots, action)
+    if isinstance(slots[0], OpenDSecError):
+        raise slots[0]
+    return slots[0]
+
+
 def _check_ready(node: Node) -> None:
     if node.phase != "ready":
         raise Unavailable(f"this edge is {node.phase} and takes no new sandboxes")
 
 
 def _intend(
-    node: Node, spec: AnySpec, limits: Limits, count: int, resolved: Resolved, action: Action[CreateResponse]
+    node: Node, spec: AnySpec, limits: Limits, count: int, resolved: Resolved, action: Action[CreateResponse], *, own: bool = False
 ) -> list[Box | OpenDSecError]:
     """Admit as many as there is room for and write the intents, in one step."""
     config = resolved.config
@@ -83,6 +100,7 @@ def _intend(
         env={**config.env, **spec.env},
         user=spec.user or config.user,
         workdir=spec.workdir or config.workdir,
+        own=own,
     )
     promise = admission.promise_for(limits, node.policy)
     now, promised = node.clock.time(), node.promised

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packing: what a sandbox has written becomes a layer, and with what is below it an image, while the sandbox goes on.
 
-    freeze, snapshot, thaw      milliseconds (the handle does it)
-    scrub, convert, publish     from the snapshot, by a worker process
-    lint                        the layers together, as a new sandbox would see them
-    name                        the layer, then the image: only a finished one has a name
+freeze, snapshot, thaw      milliseconds (the handle does it)
+scrub, convert, publish     from the snapshot, by a worker process
+lint                        the layers together, as a new sandbox would see them
+name                        the layer, then the image: only a finished one has a name
 """
 
 from __future__ import annotations

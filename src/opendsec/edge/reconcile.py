@@ -76,6 +76,8 @@ async def _adopt(node: Node, box: Box, rebooted: bool, cut: frozenset[str]) -> N
     try:
         if rebooted:
             raise Unavailable("the machine was restarted")
+        if box.template.own:
+            raise Unavailable("the edge ended, and what it was made for with it")
         if backend is None or box.record is None:
             raise Unavailable("the edge no longer has what is needed to find it")
         handle = await backend.adopt(box.record, cut=cut)
