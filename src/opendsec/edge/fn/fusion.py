@@ -3,7 +3,8 @@
 
 As there: any program that ran is an answer with status 200; `status` is `Success` if all went well, `Failed` if a process ended
 with another exit code than 0 or for its time, `SandboxError` if the sandbox is to blame; `files` are base64 both ways. A request that
-does not fit is refused with status 422 there and with 400 and our error body here. Names of languages are theirs (`nodejs` is our `javascript`).
+does not fit is refused with status 422 there, with 400 and our error body here. Names of languages are theirs (`nodejs` is our
+`javascript`).
 """
 
 from __future__ import annotations

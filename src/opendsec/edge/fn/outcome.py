@@ -67,10 +67,11 @@ def classify(ended: Ended) -> FnOutcome:
 
 def hits_of(ended: Ended) -> tuple[Hit, ...]:
     """Every limit that refused something, also if the call coped."""
-    if not (ended.timed_out or ended.oom_killed or ended.output_exceeded or ended.pids_denied or ended.disk_full):
+    by_signal = ended.signal == signal.SIGXCPU
+    if not (ended.timed_out or by_signal or ended.oom_killed or ended.output_exceeded or ended.pids_denied or ended.disk_full):
         return ()
     hits: list[tuple[Hit, bool]] = [
-        ("cpu_time", ended.timed_out == "cpu"),
+        ("cpu_time", ended.timed_out == "cpu" or by_signal),
         ("wall_time", ended.timed_out == "wall"),
         ("memory", ended.oom_killed),
         ("output", ended.output_exceeded),

@@ -18,7 +18,7 @@ from opendsec.api.fn import PoolInfo, PoolList, PoolResize, PoolSpec
 from opendsec.api.fn_check import check_pool, check_resize, memory_bytes
 from opendsec.api.spec import MIB
 from opendsec.edge import admission
-from opendsec.edge.fn import pool as machine
+from opendsec.edge.fn import events
 from opendsec.edge.fn.devices import Accelerator, Lease, supported
 from opendsec.edge.fn.serving import LivePool
 from opendsec.edge.node import Node
@@ -230,7 +230,7 @@ class Pools:
     def _evict(self, pool: LivePool) -> None:
         before = pool.machine.idle
         self._evicting = True
-        pool.feed(machine.Evicted(0 if pool.implicit else pool.spec.size, asyncio.get_running_loop().time()))
+        pool.feed(events.Evicted(0 if pool.implicit else pool.spec.size, asyncio.get_running_loop().time()))
         if pool.machine.idle == before:
             self._evicting = False  # a busy one will go later, or none: ask again
 
@@ -240,7 +240,7 @@ class Pools:
         hungry, self.hungry = self.hungry, set()
         for pool in hungry:
             if not self.closed:
-                pool.feed(machine.RoomMade(asyncio.get_running_loop().time()))
+                pool.feed(events.RoomMade(asyncio.get_running_loop().time()))
 
 
 def _surplus(pool: LivePool) -> int:

@@ -30,8 +30,8 @@ from opendsec.api.fn import FnResult, PoolInfo, PoolSpec
 from opendsec.api.fn_check import Bounds
 from opendsec.api.spec import Limits
 from opendsec.edge import admission
-from opendsec.edge.fn import devices, outcome
-from opendsec.edge.fn import pool as machine
+from opendsec.edge.fn import devices, events, outcome
+from opendsec.edge.fn.pool import Pool
 from opendsec.edge.tables import MemberRow
 from opendsec.runtime.fncall.interface import Ended, Job, Member, MemberPlan
 
@@ -82,7 +82,7 @@ class LivePool:
     def __init__(self, pools: Pools, spec: PoolSpec, memory_bytes: int, *, implicit: bool) -> None:
         self._pools, self._node = pools, pools.node
         self.spec, self.memory_bytes, self.implicit = spec, memory_bytes, implicit
-        self.machine = machine.Pool(_shape(spec))
+        self.machine = Pool(_shape(spec))
         self.holders: dict[int, Holder] = {}
         self._calls: dict[int, Call] = {}
         self._numbers = itertools.count(1)
@@ -114,7 +114,7 @@ class LivePool:
         """Have it served. `done` may be called before this returns."""
         call.number = next(self._numbers)
         self._calls[call.number] = call
-        self.feed(machine.Asked(call.number, call.caller, call.tenant, call.fresh, self._loop.time()))
+        self.feed(events.Asked(call.number, call.caller, call.tenant, call.fresh, self._loop.time()))
 
     def cancel(self, call: Call) -> None:
         """Nobody wants it any more: a waiting one ends now, a running one once nothing of it is left."""
@@ -122,7 +122,7 @@ class LivePool:
             return
         call.cancelled = True
         if call.holder is None:
-            self.feed(machine.Withdrawn(call.number, self._loop.time()))
+            self.feed(events.Withdrawn(call.number, self._loop.time()))
             self._finish(call, outcome.cancelled(call.index))
         elif call.holder.current is call and call.holder.task is not None:
             call.holder.task.cancel()  # one that is not yet in the member's hands is not given to it, see `_one`
@@ -136,10 +136,10 @@ class LivePool:
             lost, again = await self._one(holder, call)
             call.holder = None
             # Feeding may give this member its next call.
-            self.feed(machine.Ended(holder.number, self._loop.time(), lost))
+            self.feed(events.Ended(holder.number, self._loop.time(), lost))
             if again:
                 call.again = True
-                self.feed(machine.Asked(call.number, call.caller, call.tenant, call.fresh, self._loop.time(), again=True))
+                self.feed(events.Asked(call.number, call.caller, call.tenant, call.fresh, self._loop.time(), again=True))
             call, holder.following = holder.following, None
         holder.task = None
 
@@ -198,9 +198,9 @@ class LivePool:
     # --- the machine's driver ----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        self.feed(machine.Ticked(self._loop.time()))
+        self.feed(events.Ticked(self._loop.time()))
 
-    def feed(self, event: machine.Event) -> None:
+    def feed(self, event: events.Event) -> None:
         instructions = self.machine.handle(event)
         if instructions:
             self._execute(instructions)
@@ -211,35 +211,35 @@ class LivePool:
         if self._pools.hungry and self.machine.idle:
             self._pools.share(self)
 
-    def _execute(self, instructions: Sequence[machine.Instruction]) -> None:
+    def _execute(self, instructions: Sequence[events.Instruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case machine.Assign(number, number_of_call, cold):
+                case events.Assign(number, number_of_call, cold):
                     holder, call = self.holders[number], self._calls[number_of_call]
                     call.holder, call.cold = holder, cold
                     if holder.task is not None:
                         holder.following = call
                     else:
                         holder.task = self._loop.create_task(self._serve(holder, call))
-                case machine.Create(number):
+                case events.Create(number):
                     self._create(number)
-                case machine.Destroy(number):
+                case events.Destroy(number):
                     self._node.spawn(self._destroy(self.holders[number]))
-                case machine.Fail(number_of_call, why, message):
+                case events.Fail(number_of_call, why, message):
                     self._fail(self._calls[number_of_call], why, message)
-                case machine.SetTimer(at):
+                case events.SetTimer(at):
                     if self._timer is not None:
                         self._timer.cancel()
                     self._timer = self._loop.call_at(at, self._tick)
-                case machine.Empty():
+                case events.Empty():
                     if not self.emptied.done():
                         self.emptied.set_result(None)
 
     def _tick(self) -> None:
         self._timer = None
-        self.feed(machine.Ticked(self._loop.time()))
+        self.feed(events.Ticked(self._loop.time()))
 
-    def _fail(self, call: Call, why: machine.Why, message: str) -> None:
+    def _fail(self, call: Call, why: events.Why, message: str) -> None:
         if why == "quota":
             self._finish(call, QuotaExceeded(f"no room for a member of this pool: {message}", field="pool", data={"resource": "memory"}))
         elif why == "pool":
@@ -253,10 +253,10 @@ class LivePool:
             self.spec, size=spec.size, max=spec.max, reuse=spec.reuse, idle_s=spec.idle_s, labels=spec.labels, tenant=spec.tenant
         )
         self.spec, self.memory_bytes = spec, memory_bytes
-        self.feed(machine.Reshaped(_shape(spec), same != spec, self._loop.time()))
+        self.feed(events.Reshaped(_shape(spec), same != spec, self._loop.time()))
 
     def drain(self) -> None:
-        self.feed(machine.Drained(self._loop.time()))
+        self.feed(events.Drained(self._loop.time()))
 
     def abandon(self, error: OpenDSecError) -> None:
         """The edge stops: whoever waits is told."""
@@ -285,7 +285,7 @@ class LivePool:
         """Promise and journal it in one step, then make it."""
         node, limits, now = self._node, self.limits, self._loop.time()
         if self._pools.closed or node.phase == "draining":
-            return self.feed(machine.NoRoom(number, now, "this edge takes no new sandboxes", hope=False))
+            return self.feed(events.NoRoom(number, now, "this edge takes no new sandboxes", hope=False))
         member_id = ids.new_id(ids.SANDBOX)
         uid_base = -1
         try:
@@ -296,11 +296,11 @@ class LivePool:
             row = MemberRow(member_id=member_id, pool=self.spec.name, uid_base=uid_base, started_at=node.clock.time())
             node.journal.add_member(row)
         except QuotaExceeded as refusal:
-            return self.feed(machine.NoRoom(number, now, str(refusal), hope=self._pools.make_room(self)))
+            return self.feed(events.NoRoom(number, now, str(refusal), hope=self._pools.make_room(self)))
         except OpenDSecError as error:
             if uid_base >= 0:
                 node.uids.give_back(uid_base)
-            return self.feed(machine.StartFailed(number, now, str(error), "pool" if isinstance(error, CallerError) else "platform"))
+            return self.feed(events.StartFailed(number, now, str(error), "pool" if isinstance(error, CallerError) else "platform"))
         node.promised = promised
         self._pools.promises[member_id] = admission.promise_for(limits, node.policy)
         if lease is not None:
@@ -334,18 +334,18 @@ class LivePool:
                 self._node.log.exception("pool.start_failed", pool=spec.name, kind=type(error).__name__)
             await self._clear(holder)
             self._release(holder)
-            self.feed(machine.StartFailed(holder.number, self._loop.time(), str(error) or type(error).__name__, fault))
+            self.feed(events.StartFailed(holder.number, self._loop.time(), str(error) or type(error).__name__, fault))
             return
         holder.member = member
         member.died.add_done_callback(lambda died: self._died(holder, died))
-        self.feed(machine.Started(holder.number, self._loop.time()))
+        self.feed(events.Started(holder.number, self._loop.time()))
 
     def _died(self, holder: Holder, died: asyncio.Future[str]) -> None:
         slot = self.machine.slots.get(holder.number)
         if self._pools.closed or died.cancelled() or slot is None or slot.phase != "idle":
             return  # a call that it served tells
         self._pools.emit("pool.member_lost", pool=self.spec.name, member_id=holder.member_id, message=died.result())
-        self.feed(machine.Lost(holder.number, self._loop.time(), died.result()))
+        self.feed(events.Lost(holder.number, self._loop.time(), died.result()))
 
     async def _clear(self, holder: Holder) -> None:
         """Until nothing is left of it, however often that fails."""
@@ -368,7 +368,7 @@ class LivePool:
         if self._pools.closed:
             return
         self._release(holder)
-        self.feed(machine.Gone(holder.number, self._loop.time()))
+        self.feed(events.Gone(holder.number, self._loop.time()))
         self._pools.room_made()
 
     def _release(self, holder: Holder) -> None:
@@ -386,5 +386,5 @@ class LivePool:
             node.log.error("journal.not_written", member_id=holder.member_id, reason=str(error))
 
 
-def _shape(spec: PoolSpec) -> machine.Shape:
-    return machine.Shape(size=spec.size, max=spec.max, reuse=spec.reuse, idle_s=spec.idle_s)
+def _shape(spec: PoolSpec) -> events.Shape:
+    return events.Shape(size=spec.size, max=spec.max, reuse=spec.reuse, idle_s=spec.idle_s)
