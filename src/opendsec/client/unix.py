@@ -319,7 +319,7 @@ class _Frames:
                     raise ValueError("a chunk's head without an end")
                 break
             digits = data[at:line].partition(b";")[0].strip()
-            if not 0 < len(digits) <= _MOST_SIZE_DIGITS:
+            if not digits.isalnum() or len(digits) > _MOST_SIZE_DIGITS:
                 raise ValueError("a chunk without a length")
             self._left, at = int(digits, 16) + 2, line + 2
             self.ended = self._left == 2

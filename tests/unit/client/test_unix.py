@@ -13,7 +13,7 @@ import pytest
 
 from opendsec.client._core import Request
 from opendsec.client.transport import ConnectionBroken
-from opendsec.client.unix import UnixTransport
+from opendsec.client.unix import UnixTransport, _Frames
 
 Peer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 GET = Request("GET", "/v1/info")
@@ -228,3 +228,102 @@ async def test_an_error_of_the_body_is_the_callers() -> None:
         with pytest.raises(RuntimeError, match="the disk broke"):
             await transport.call(Request("PUT", "/x", body()))
         await transport.aclose()
+
+
+async def test_an_answer_is_read_while_the_body_is_sent() -> None:
+    """The peer says back what it hears, chunk by chunk; the body waits for each answer."""
+
+    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        while True:
+            size = await reader.readline()
+            writer.write(size + await reader.readexactly(int(size, 16) + 2))
+            if size == b"0\r\n":
+                return
+
+    heard = asyncio.Queue[bytes]()
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b"a"
+        for _ in range(3):
+            yield (await heard.get()) * 2
+
+    async with serving(peer) as path:
+        transport = UnixTransport(path)
+        async with asyncio.timeout(10), transport.stream(Request("POST", "/x", body())) as answer:
+            said = []
+            async for chunk in answer.chunks():
+                said.append(chunk)
+                heard.put_nowait(chunk)
+        assert said == [b"a", b"aa", b"aaaa", b"a" * 8]
+        await transport.aclose()
+
+
+async def test_leaving_an_answer_ends_the_body() -> None:
+    ended = asyncio.Event()
+
+    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n")
+        assert await reader.read() == b"1\r\na\r\n"  # and no end of the body
+        ended.set()
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b"a"
+        await asyncio.Event().wait()
+
+    async with serving(peer) as path, asyncio.timeout(10):
+        transport = UnixTransport(path)
+        async with transport.stream(Request("POST", "/x", body())) as answer:
+            assert await anext(aiter(answer.chunks())) == b"x"
+        await ended.wait()
+        await transport.aclose()
+
+
+async def test_an_error_of_the_body_wakes_who_reads_the_answer() -> None:
+    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n")
+        with pytest.raises(ConnectionResetError):
+            while await reader.read():
+                pass
+            raise ConnectionResetError
+
+    read = asyncio.Event()
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b"a"
+        await read.wait()
+        raise RuntimeError("the disk broke")
+
+    async with serving(peer) as path, asyncio.timeout(10):
+        transport = UnixTransport(path)
+        with pytest.raises(RuntimeError, match="the disk broke"):
+            async with transport.stream(Request("POST", "/x", body())) as answer:
+                async for _ in answer.chunks():
+                    read.set()
+        await transport.aclose()
+
+
+CODED = b"3\r\nabc\r\n1a;x=y\r\n" + b"d" * 26 + b"\r\n00002\r\n\r\n\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 5, 7, 100])
+def test_chunks_in_pieces(step: int) -> None:
+    frames = _Frames()
+    content = b"".join(frames.feed(CODED[at : at + step]) for at in range(0, len(CODED), step))
+    assert content == b"abc" + b"d" * 26 + b"\r\n" and frames.ended and frames.rest == b""
+
+
+def test_what_follows_the_last_chunk_is_left() -> None:
+    frames = _Frames()
+    assert frames.feed(CODED + b"HTTP/1.1") and frames.ended and frames.rest == b"HTTP/1.1"
+
+
+@pytest.mark.parametrize(
+    "bad", [b"\r\n", b"x\r\n", b"-1\r\n", b"1\r\nabc", b"1" * 17 + b"\r\n", b"1_0\r\n", b"0\r\nTrailer: x\r\n", b"1" * 70_000]
+)
+def test_what_is_no_chunk(bad: bytes) -> None:
+    with pytest.raises(ValueError):
+        _Frames().feed(bad)
