@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build hook: compiles the programs in native/ with the system C compiler into the package.
 
-Each native/<name>.c becomes src/opendsec/_native/dsec-<name>, one static program without libc. The hook runs for
-wheels and for editable installs alike, so a checkout and an installed package find the programs at the same place.
+Each native/<name>.c becomes src/opendsec/_native/dsec-<name>, one static program without libc, but for those in SHARED, which
+become dsec-<name>.so, a library that needs none. The hook runs for wheels and for editable installs alike, so a checkout and an
+installed package find the programs at the same place.
 It can be run by hand, too: ``python hatch_build.py`` rebuilds the programs and nothing else.
 """
 
@@ -25,7 +26,11 @@ CFLAGS = (
     "-std=gnu11 -Os -Wall -Wextra -Werror -ffreestanding -fno-builtin -fno-stack-protector -fno-pie "
     "-fno-asynchronous-unwind-tables -fcf-protection=none -fno-tree-loop-distribute-patterns"
 )
-LDFLAGS = "-nostdlib -static -no-pie -Wl,--build-id=none -Wl,-z,noseparate-code -Wl,-z,norelro -Wl,-n -Wl,-s"
+LDFLAGS = "-nostdlib -static -no-pie -Wl,--build-id=none -Wl,-z,noseparate-code -Wl,-z,norelro -Wl,-z,noexecstack -Wl,-s"
+ONE_PAGE = "-Wl,-n"  # of a program without data: its file is mapped as one page
+WITHOUT_DATA = ("init",)
+SHARED = ("forkin",)
+SHARED_FLAGS = "-shared -fPIC -fvisibility=hidden"
 
 
 def build_native(root: Path) -> list[Path]:
@@ -35,12 +40,20 @@ def build_native(root: Path) -> list[Path]:
     compiler = shlex.split(os.environ.get("CC", "cc"))
     made = []
     for source in sorted((root / "native").glob("*.c")):
-        target = out_dir / f"dsec-{source.stem}"
+        shared = source.stem in SHARED
+        target = out_dir / f"dsec-{source.stem}{'.so' if shared else ''}"
         partial = target.with_suffix(".partial")
         flags = CFLAGS.split()
         if os.uname().machine != "x86_64":
             flags.remove("-fcf-protection=none")  # an x86 flag that other back ends refuse
-        subprocess.run([*compiler, *flags, str(source), *LDFLAGS.split(), "-o", str(partial)], check=True)
+        if shared:
+            flags = [flag for flag in flags if flag != "-fno-pie"]
+            link = [*SHARED_FLAGS.split(), *(flag for flag in LDFLAGS.split() if flag not in ("-static", "-no-pie"))]
+        else:
+            link = [*LDFLAGS.split(), *([ONE_PAGE] if source.stem in WITHOUT_DATA else [])]
+        if os.uname().machine == "x86_64":
+            flags.append("-mno-red-zone")
+        subprocess.run([*compiler, *flags, str(source), *link, "-o", str(partial)], check=True)
         partial.chmod(0o755)
         partial.rename(target)  # running copies keep their inode
         made.append(target)

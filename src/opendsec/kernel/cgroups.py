@@ -201,6 +201,31 @@ class Group:
             raise
         return fds
 
+    def open_facts(self) -> list[int]:
+        """The files that a supervisor in the group reads while it runs: CPU time, memory in use, its peak, OOM kills, refused forks. Opened
+        here because it cannot; /dev/null for what this kernel has not. The caller closes them."""
+        tree, v2 = self.tree_path, self.hierarchies.v2 is not None
+        memory, cpuacct, pids = (self._homes.get(name, (2, "")) for name in ("memory", "cpuacct", "pids"))
+        wanted = (
+            (f"{tree}/cpu.stat" if v2 else f"{cpuacct[1]}/cpuacct.usage", os.O_RDONLY),
+            (f"{memory[1]}/memory.{'current' if memory[0] == 2 else 'usage_in_bytes'}", os.O_RDONLY),
+            (f"{memory[1]}/memory.{'peak' if memory[0] == 2 else 'max_usage_in_bytes'}", os.O_RDWR),
+            (f"{memory[1]}/memory.{'events' if memory[0] == 2 else 'oom_control'}", os.O_RDONLY),
+            (f"{pids[1]}/pids.events", os.O_RDONLY),
+        )
+        fds: list[int] = []
+        try:
+            for path, flags in wanted:
+                try:
+                    fds.append(os.open(path, flags | os.O_CLOEXEC))
+                except (FileNotFoundError, PermissionError):  # no such file, or (the peak before 6.12) none to write to
+                    fds.append(os.open(os.devnull, flags | os.O_CLOEXEC))
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        return fds
+
     # --- life
 
     def create(self, limits: Mapping[str, Limit] | None = None, *, has_tree: bool = False) -> None:

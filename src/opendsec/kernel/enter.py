@@ -36,7 +36,7 @@ from opendsec.kernel import abi, capabilities, cgroups, mounts, netlink, syscall
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from typing import Any, NoReturn
 
     Plan = dict[str, Any]
@@ -128,14 +128,115 @@ def restrict(plan: Plan, profile: bytes) -> None:
 # --- a new sandbox -------------------------------------------------------------------------------------------------
 
 
-def enter_sandbox(plan: Plan, profile: bytes, sync: int, init: int) -> None:
-    """Become PID 1 of a new sandbox. Born in all its namespaces but the cgroup one.
-
-    The parent sends /dev and the way into the cgroups over `sync` when the ids are mapped, and then the root; what needs none of it is
-    done while it works.
-    """
+def enter_sandbox(plan: Plan, sync: int, profile: bytes, init: int) -> None:
+    """Become PID 1 of a new sandbox."""
     global step
     sync, init = keep(sync, init)
+    enter_new(plan, sync)
+    restrict(plan, profile)
+    step = "exec"
+    os.set_inheritable(channel, True)  # PID 1 closes it when it has settled: then the sandbox is ready
+    tell(b"ok")
+    syscalls.execveat(init, b"", [b"init"], [], abi.AT_EMPTY_PATH)
+
+
+def enter_member(plan: Plan, sync: int, edge: int, calld: int) -> None:
+    """Become PID 1 of a new member: see native/calld.c for what it is started with."""
+    global step, channel
+    sync, edge, calld = keep(sync, edge, calld)
+    user: tuple[int, int, list[int], bytes, bytes] = (0, 0, [], b"/", b"root")
+    inner = -1
+
+    def before_pivot(root: int, proc: int) -> None:
+        nonlocal user, inner
+        global step
+        step = "find the user"
+        user = find_user(plan["user"], lambda path: read_layered(root, len(plan["layers"]), path))
+        step = "make the calls' user namespace"
+        inner = inner_namespace(proc, user[0])
+
+    facts = enter_new(plan, sync, before_pivot)
+    step = "restrict"
+    for number, soft, hard in plan["rlimits"]:
+        resource.setrlimit(number, (soft, hard))
+    syscalls.prctl(abi.PR_SET_NO_NEW_PRIVS, 1)
+    step = "descriptors"
+    wanted = (channel, edge, inner, *facts)
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in (*wanted, calld)]
+    for number, fd in enumerate(high[:-1], FIRST_KEPT):
+        os.dup2(fd, number, inheritable=True)
+    channel, calld = FIRST_KEPT, high[-1]
+    os.closerange(FIRST_KEPT + len(wanted), 64)
+    for fd in high[:-1]:
+        os.close(fd)
+    step = "exec"
+    tell(b"ok")
+    groups = b",".join(b"%d" % number for number in user[2])
+    argv = [b"calld", b"%d" % user[0], b"%d" % user[1], groups, user[3], user[4], b"%d" % len(plan["layers"])]
+    syscalls.execveat(calld, b"", argv, [], abi.AT_EMPTY_PATH)
+
+
+def inner_namespace(proc: int, owner: int) -> int:
+    """A user namespace below ours with the same ids, that belongs to `owner` and holds nobody."""
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = -1
+    try:
+        syscalls.prctl(abi.PR_SET_SECUREBITS, abi.SECBIT_NO_SETUID_FIXUP)  # keep the capabilities meanwhile
+        os.setresuid(-1, owner, -1)
+        try:
+            pid, _ = syscalls.clone3(abi.CLONE_NEWUSER)
+            if pid == 0:
+                try:
+                    pair[0].close()
+                    syscalls.prctl(abi.PR_SET_DUMPABLE, 1)  # else its entries in /proc are the host's
+                    pair[1].send(b"1")
+                    pair[1].recv(1)
+                finally:
+                    os._exit(0)
+        finally:
+            os.setresuid(-1, 0, -1)
+            syscalls.prctl(abi.PR_SET_SECUREBITS, 0)
+            syscalls.prctl(abi.PR_SET_DUMPABLE, 0)
+        pair[1].close()
+        pair[0].recv(1)
+        for name in (b"gid_map", b"uid_map"):
+            fd = os.open(b"%d/%s" % (pid, name), os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc)
+            try:
+                os.write(fd, b"0 0 65536\n")
+            finally:
+                os.close(fd)
+        return os.open(b"%d/ns/user" % pid, os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)
+    finally:
+        for end in pair:
+            end.close()
+        if pid > 0:
+            os.waitpid(pid, 0)
+
+
+def read_layered(root: int, count: int, path: bytes) -> bytes:
+    """A small file as the overlay of the layers l0, l1, … beneath `root` would show it, or nothing."""
+    for number in reversed(range(count)):
+        layer = os.open(b"l%d" % number, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root)
+        try:
+            resolve = abi.RESOLVE_IN_ROOT | abi.RESOLVE_NO_MAGICLINKS
+            fd = syscalls.openat2(layer, path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0, resolve)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                continue
+            return b""
+        finally:
+            os.close(layer)
+        return read_regular(fd)
+    return b""
+
+
+def enter_new(plan: Plan, sync: int, before_pivot: Any = None) -> list[int]:
+    """Into a new sandbox's root, cgroups and ids. Born in all its namespaces but the cgroup one.
+
+    The parent sends /dev and the way into the cgroups over `sync` when the ids are mapped, and then the root; what needs none of it is
+    done while it works. Returns what came with the root.
+    """
+    global step
     step = "find the staging directory"
     # In this mount namespace, and while still the host's root: the sandbox's may not search the directories above.
     staging = os.open(plan["staging"], os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -144,7 +245,8 @@ def enter_sandbox(plan: Plan, profile: bytes, sync: int, init: int) -> None:
     syscalls.sethostname(plan["hostname"])
     step = "mount"
     syscalls.mount(None, b"/", None, abi.MS_REC | abi.MS_PRIVATE)
-    capabilities.drop_bounding(plan["capabilities"])
+    if before_pivot is None:
+        capabilities.drop_bounding(plan["capabilities"])
     step = "wait for the id maps"
     with socket.socket(fileno=sync) as parent:
         dev, *joins = hear(parent, b"mapped")
@@ -166,13 +268,16 @@ def enter_sandbox(plan: Plan, profile: bytes, sync: int, init: int) -> None:
         mask(proc, dev, plan["masked"], plan["read_only"])
         step = "mount in /dev"
         mounts.attach(mounts.devpts(maximum=MAX_TERMINALS), dev, b"pts")
-        mounts.attach(mounts.tmpfs(plan["shm_size"], 4096, 0o1777, attrs=mounts.QUIET), dev, b"shm")
+        if plan["shm_size"] != 0:
+            mounts.attach(mounts.tmpfs(plan["shm_size"], 4096, 0o1777, attrs=mounts.QUIET), dev, b"shm")
         step = "wait for the root file system"
-        (root,) = hear(parent, b"root")
+        root, *further = hear(parent, b"root")
     step = "mount"
     mounts.attach(root, staging)
     attach(proc, root, b"proc")
     attach(dev, root, b"dev")
+    if before_pivot is not None:
+        before_pivot(root, proc)
     step = "pivot"
     os.fchdir(root)
     syscalls.pivot_root(b".", b".")
@@ -181,11 +286,7 @@ def enter_sandbox(plan: Plan, profile: bytes, sync: int, init: int) -> None:
     null = os.open(b"/dev/null", os.O_RDWR | os.O_CLOEXEC)
     for number in range(3):
         os.dup2(null, number)
-    restrict(plan, profile)
-    step = "exec"
-    os.set_inheritable(channel, True)  # PID 1 closes it when it has settled: then the sandbox is ready
-    tell(b"ok")
-    syscalls.execveat(init, b"", [b"init"], [], abi.AT_EMPTY_PATH)
+    return further
 
 
 def hear(parent: socket.socket, word: bytes) -> list[int]:
@@ -338,6 +439,11 @@ def read_hostile(path: bytes) -> bytes:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:
         return b""
+    return read_regular(fd)
+
+
+def read_regular(fd: int) -> bytes:
+    """As `read_hostile`, of a file that is open; closes it."""
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             return b""
@@ -359,12 +465,13 @@ def rows_of(data: bytes, fields: int, *, holding: bytes) -> Iterator[list[bytes]
             yield row
 
 
-def find_user(wanted: bytes) -> tuple[int, int, list[int], bytes, bytes]:
+def find_user(wanted: bytes, read: Callable[[bytes], bytes] | None = None) -> tuple[int, int, list[int], bytes, bytes]:
     """`name`, `number`, `name:group`, … → (uid, gid, further groups, home, name). Raises StartError if a name is unknown."""
+    read = read or read_hostile
     name, _, group = wanted.partition(b":")
     numeric = is_id(name)
     key = 2 if numeric else 0
-    known = next((row for row in rows_of(read_hostile(b"/etc/passwd"), 6, holding=name) if row[key] == name and is_id(row[3])), None)
+    known = next((row for row in rows_of(read(b"/etc/passwd"), 6, holding=name) if row[key] == name and is_id(row[3])), None)
     if known:
         uid, gid, home, login = int(known[2]), int(known[3]), known[5] or b"/", known[0]
     elif numeric:
@@ -376,13 +483,13 @@ def find_user(wanted: bytes) -> tuple[int, int, list[int], bytes, bytes]:
     if group:
         if is_id(group):
             return uid, int(group), [], home, login
-        match = next((row for row in rows_of(read_hostile(b"/etc/group"), 4, holding=group) if row[0] == group), None)
+        match = next((row for row in rows_of(read(b"/etc/group"), 4, holding=group) if row[0] == group), None)
         if match is None:
             raise StartError(errno.ENOENT, f"no group {shown(group)} in the sandbox's /etc/group")
         return uid, int(match[2]), [], home, login
     if not uid or not known:
         return uid, gid, [], home, login  # root needs no further groups
-    further = [int(row[2]) for row in rows_of(read_hostile(b"/etc/group"), 4, holding=login) if login in row[3].split(b",")]
+    further = [int(row[2]) for row in rows_of(read(b"/etc/group"), 4, holding=login) if login in row[3].split(b",")]
     return uid, gid, further[:64], home, login
 
 

@@ -10,7 +10,7 @@ Messages are single datagrams on a SOCK_SEQPACKET socket, marshalled dicts with 
 (a socketpair, no address), and both run the same interpreter, so `marshal` is safe, needs no import and carries bytes as they are.
 A plan too large for a datagram comes as a memfd, announced by {"memfd": True}.
 
-    edge → spawner   {"id": N, "op": "setup"|"profile"|"layer"|"unlayer"|"create"|"exec"|"ping", …}
+    edge → spawner   {"id": N, "op": "setup"|"profile"|"layer"|"unlayer"|"create"|"member"|"exec"|"ping", …}
     spawner → edge   {"id": N, "ok": True, …} or {"id": N, "error": (step, errno, text)}
                      {"exit": pid, "status": wait status, "cpu_us": N, "max_rss_kib": N}     after the ok of an exec, exactly once
 
@@ -72,6 +72,7 @@ class Spawner:
         self.hierarchies = cgroups.discover()
         self.dev = -1  # the shared, read-only /dev
         self.init = -1  # our PID 1
+        self.calld = -1  # that of members
         self.own_pid_namespace = os.open(procfs.path_of("self", "ns", "pid"), os.O_RDONLY | os.O_CLOEXEC)
         self.root = os.open(b"/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self.proc = os.open(procfs.PROC, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -131,10 +132,12 @@ class Spawner:
         self.send({"id": request, "ok": True})
 
     def do_setup(self, request: int, message: Message, fds: list[int]) -> None:
-        """Once at start: the descriptor of PID 1's program comes along; the /dev that all sandboxes share is made here."""
+        """Once at start: the descriptors of PID 1's programs come along; the /dev that all sandboxes share is made here."""
         if self.dev >= 0:
             raise ValueError("set up already")
         self.init = copy_init(fds[0])
+        if len(fds) > 1:
+            self.calld = copy_init(fds[1])
         self.dev = make_dev()
         self.send({"id": request, "ok": True})
 
@@ -160,20 +163,27 @@ class Spawner:
 
     def do_create(self, request: int, plan: Message, fds: list[int]) -> None:
         """`fds`: perhaps a pipe on which "1" comes when the scratch is there; its end without a word means that there will be none."""
+        self.create(request, plan, fds, enter.enter_sandbox, self.profiles[plan["profile"]], self.init)
+
+    def do_member(self, request: int, plan: Message, fds: list[int]) -> None:
+        """As `create`, but what becomes PID 1 is the supervisor of function calls, which makes root file systems itself, one a call.
+        `fds`: its end of the edge's channel."""
+        self.create(request, plan, [], enter.enter_member, fds[0], self.calld)
+
+    def create(self, request: int, plan: Message, fds: list[int], body: Any, *given: Any) -> None:
         layers = [self.layers[digest] for digest in plan["layers"]]
-        profile = self.profiles[plan["profile"]]
+        is_member = body is enter.enter_member
         group = self.hierarchies.group(plan["group"])
         group.create_tree()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        cgroup, joins, child = None, [], -1
+        cgroup, joins, facts, child = None, [], [], -1
         try:
             cgroup = group.open_v2_dir()
-            given = (plan, profile, theirs.fileno(), self.init)
             # The kernel counts some things (inotify instances, message queues, queued signals) against the owner of the user namespace as
             # well. If that were root, one sandbox could use up what there is for root on this machine. So each is owned by its own root.
             be_owner(plan["uid_base"])
             try:
-                child = self.fork(request, enter.SANDBOX_NAMESPACES, cgroup, enter.enter_sandbox, *given, is_command=False)
+                child = self.fork(request, enter.SANDBOX_NAMESPACES, cgroup, body, plan, theirs.fileno(), *given, is_command=False)
             finally:
                 be_owner(0)
             theirs.close()
@@ -191,8 +201,12 @@ class Spawner:
                 socket.send_fds(ours, [b"mapped"], [dev, *joins])
                 if fds and os.read(fds[0], 1) != b"1":
                     raise OSError(errno.ECANCELED, "there is no scratch")
-                root = make_root(child, layers, plan)
-                socket.send_fds(ours, [b"root"], [root])
+                if is_member:
+                    facts = group.open_facts()
+                    root = make_base(child, layers, plan)
+                else:
+                    root = make_root(child, layers, plan)
+                socket.send_fds(ours, [b"root"], [root, *facts])
             finally:
                 close_all(root, dev)
         except BaseException as error:
@@ -205,7 +219,7 @@ class Spawner:
         finally:
             ours.close()
             theirs.close()
-            close_all(-1 if cgroup is None else cgroup, *joins)
+            close_all(-1 if cgroup is None else cgroup, *joins, *facts)
 
     def do_exec(self, request: int, plan: Message, fds: list[int]) -> None:
         """`fds`: a pidfd of the sandbox's PID 1, then those descriptors of the command that `plan["given"]` marks."""
@@ -371,6 +385,26 @@ def make_root(child: int, layers: list[int], plan: Message) -> int:
                 held.append(os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
         upper, work = held[-2:]
         return mounts.overlay(held[len(layers) : 0 : -1], upper, work, attrs=abi.MOUNT_ATTR_NOSUID | abi.MOUNT_ATTR_NODEV)
+    finally:
+        close_all(*held)
+
+
+def make_base(child: int, layers: list[int], plan: Message) -> int:
+    """What a member's PID 1 has for a root, detached: the layers, apart from each other, and places to mount at. Nobody else sees it."""
+    held: list[int] = []
+    try:
+        namespace = namespaces.open_namespace(child, "user")
+        held.append(namespace)
+        base = mounts.tmpfs(size_bytes=1 << 16, inodes=len(layers) + 64, mode=0o700, uid=plan["uid_base"], gid=plan["uid_base"])
+        held.append(base)
+        places = [b"proc", b"dev", b"t", b"r", *(b"l%d" % number for number in range(len(layers)))]
+        for name in places:
+            held.append(make_owned(base, name, plan["uid_base"]))
+        for mount, place in zip(layers, held[-len(layers) :], strict=True):
+            held.append(mounts.idmapped_clone(mount, namespace))
+            mounts.attach(held[-1], place)
+        held.remove(base)
+        return base
     finally:
         close_all(*held)
 

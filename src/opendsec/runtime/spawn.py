@@ -29,6 +29,7 @@ Message = dict[str, Value]
 DATAGRAM_BYTES = 64 << 10  # a larger plan goes through a memfd
 RECEIVE_BYTES = 64 << 10
 MAX_FDS = 4
+CALLD = "dsec-calld"  # PID 1 of members, beside that of containers
 SOURCE = Path(__file__).resolve().parents[2]
 START = f"import sys; sys.path.insert(0, {str(SOURCE)!r}); from opendsec.kernel.spawner import main; main(int(sys.argv[1]))"
 
@@ -75,7 +76,7 @@ class Spawner:
 
     @classmethod
     async def start(cls, init: Path, hold: Sequence[int] = ()) -> Spawner:
-        """Fork the spawner from this process, hand it the program of PID 1, and wait until it is ready.
+        """Fork the spawner from this process, hand it the programs of PID 1, and wait until it is ready.
 
         It keeps `hold` open as long as it lives: the edge's lock, so that a new edge waits for the spawner of the last to be gone.
         """
@@ -92,14 +93,16 @@ class Spawner:
             )
         ours.setblocking(False)
         spawner = cls(process, ours)
-        fd = os.open(init, os.O_RDONLY | os.O_CLOEXEC)
+        programs: list[int] = []
         try:
-            await spawner.call("setup", {}, [fd])
+            for program_path in (init, init.with_name(CALLD)):
+                programs.append(os.open(program_path, os.O_RDONLY | os.O_CLOEXEC))
+            await spawner.call("setup", {}, programs)
         except BaseException:
             await spawner.close()
             raise
         finally:
-            os.close(fd)
+            close_all(programs)
         return spawner
 
     @property

@@ -82,6 +82,15 @@ class ContainerBackend:
         self._boot_id = procfs.boot_id()
         self._program = profile.program()
 
+    @property
+    def staging(self) -> Path:
+        return self._staging
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What this machine lacks; with any of it nothing can be created."""
+        return self._missing
+
     # --- shared parts ----------------------------------------------------------------------------------------------
 
     def capabilities(self) -> tuple[Capability, ...]:
@@ -128,6 +137,17 @@ class ContainerBackend:
         self.hierarchies.group(edge_group(self.edge_id)).remove_if_empty()
 
     # --- layers ----------------------------------------------------------------------------------------------------
+
+    async def hold_layers(self, layers: Sequence[LayerRef]) -> Spawner:
+        """For another backend of this spawner: mount what is not mounted yet, and keep it until `release_layers`, which is to be called
+        whatever becomes of this."""
+        self._users.update(layer.digest for layer in layers)
+        spawner = await self.spawner()
+        await self._use_layers(spawner, layers)
+        return spawner
+
+    def release_layers(self, digests: Sequence[str]) -> None:
+        self._drop_layers(digests)
 
     async def _use_layers(self, spawner: Spawner, layers: Sequence[LayerRef]) -> None:
         """Mount what is not mounted yet; one mount of a layer serves all sandboxes."""

@@ -1,0 +1,1011 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * calld: process 1 of a member, the sandbox that serves function calls. See docs/adr/0012-function-calls.md.
+ *
+ *     edge ──socket──▶ calld ──socket──▶ interpreter (warm, unprivileged), forks itself into envelopes by forkin.c
+ *                        └─forks─▶ envelope (envelope.h): the namespaces of one call and their process 1
+ *
+ * One call at a time. For each there is an envelope, made ahead of demand. The call's first process is a fork of the interpreter, or a
+ * program that the envelope executes. calld holds the far ends of its output, watches its limits, waits for it itself (the interpreter's
+ * word counts for nothing but a process number, which must be a child of ours), and has the envelope end: then all is gone.
+ *
+ * It is started by kernel/enter.py as root of the member's user namespace, with descriptors 3 (to be closed when it is ready), 4 (the
+ * edge), 5 (the calls' user namespace, below ours and owned by the calls' user), 6 to 10 (files of the member's control groups: CPU time,
+ * memory in use, its peak, OOM kills, refused forks), and with the user as arguments. Its program cannot be read, so nothing in the
+ * member can trace it. If the edge goes away, so does the member.
+ *
+ * Messages are a `head`, then a body, in one datagram or in a memfd beside it. Little-endian, see runtime/fncall/wire.py.
+ */
+#include "envelope.h"
+
+enum { MAGIC = 0x31434644, SETUP = 1, JOB = 2, CANCEL = 3, READY = 16, FAILED = 17, ENDED = 18, IN_MEMFD = 1 };
+enum { CHANNEL = 3, EDGE = 4, CALLS_NS = 5, CPU_TIME = 6, MEMORY = 7, MEMORY_PEAK = 8, OOM_KILLS = 9, PIDS_DENIED = 10 };
+enum { ENVELOPE_FLAGS = CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS };
+enum { INLINE_BYTES = 60 << 10, STEP_US = 30000000, DEATH_US = 20000000, INTERPRETER_PID = 32000, CAPTURE = 8192 };
+enum {
+	STARTED = 1, WALL = 2, CPU = 4, OOM = 8, OUTPUT = 16, PIDS = 32, DISK = 64, CALLERS_FAULT = 128, CANCELLED = 256, HAS_VALUE_ = 512
+};
+
+struct head {
+	u32 magic, type, flags, len;
+};
+
+struct ended {
+	u32 flags;
+	i32 status;
+	u64 cpu_us, wall_us, peak, stdout_total, stderr_total;
+	u64 stdout_len, stderr_len, value_len, files_len, problem_len, reason_len, spoiled_len;
+	u32 n_files, reserved;
+};
+
+struct stream {
+	int fd; /* -1 once at its end */
+	u8 *data;
+	u64 len, total;
+};
+
+static u8 *inbox; /* shared with envelopes */
+static int interpreter = -1; /* its channel */
+static i32 interpreter_pid = -1;
+static int signals;
+
+static struct {
+	i32 pid;
+	int sock;
+	u64 disk_bytes;
+	int rooted;
+	int dead;
+	struct report report;
+	int told; /* a report has come that nobody has looked at */
+} env;
+
+static struct {
+	int busy;
+	struct ended ended;
+	struct job job;
+	struct stream out[2];
+	i32 pid;
+	int over; /* its first process was reaped */
+	u64 started_us, cpu_start_us, limit_wall_us;
+	i32 answer;
+	int answered;
+	int killed;
+	int cancelled;
+	const char *reason, *spoiled;
+	char reason_text[512];
+	i32 reaped[16], reaped_status[16];
+	u32 n_reaped;
+} call;
+
+static u8 *buffers;
+static u64 buffers_size;
+
+void *memcpy(void *to, const void *from, size_t len)
+{
+#ifdef __x86_64__
+	void *result = to;
+	__asm__ volatile("rep movsb" : "+D"(to), "+S"(from), "+c"(len) : : "memory");
+	return result;
+#else
+	u8 *t = to;
+	const u8 *f = from;
+	while (len--)
+		*t++ = *f++;
+	return to;
+#endif
+}
+
+void *memset(void *to, int byte, size_t len)
+{
+	u8 *t = to;
+	while (len--)
+		*t++ = (u8)byte;
+	return to;
+}
+
+static void *map(u64 len, int flags)
+{
+	long at = SYS6(mmap, 0, len, PROT_RW, flags | MAP_ANONYMOUS_, -1, 0);
+	if (at < 0 && at > -4096)
+		quit(72);
+	return (void *)at;
+}
+
+/* --- readings -------------------------------------------------------------------------------------------------------- */
+
+/* The number after `key` in a file of a control group, or its first number if `key` is empty. */
+static u64 reading(int fd, const char *key)
+{
+	char text[1024];
+	long got = SYS4(pread64, fd, text, sizeof(text) - 1, 0);
+	u64 value = 0;
+	size_t n = length(key);
+	if (got <= 0)
+		return 0;
+	text[got] = 0;
+	for (char *line = text; *line;) {
+		if (!n || (same(line, key, n) && line[n] == ' ')) {
+			for (char *c = line + n + (n > 0); *c >= '0' && *c <= '9'; c++)
+				value = value * 10 + (u64)(*c - '0');
+			return value;
+		}
+		while (*line && *line != '\n')
+			line++;
+		line += *line == '\n';
+	}
+	return 0;
+}
+
+static int cpu_is_v1;
+
+static u64 cpu_us(void)
+{
+	return cpu_is_v1 ? reading(CPU_TIME, "") / 1000 : reading(CPU_TIME, "usage_usec");
+}
+
+static u64 oom_kills_before, pids_denied_before, memory_before;
+
+/* --- to the edge ----------------------------------------------------------------------------------------------------- */
+
+/* The parts make one message. Parts may be large, so more than fits in a datagram goes by memfd. */
+static void tell_edge(u32 type, struct iov *parts, size_t count)
+{
+	struct head head = { MAGIC, type, 0, 0 };
+	struct iov iov[12] = { { &head, sizeof(head) } };
+	u64 len = 0;
+	int fd = -1;
+	for (size_t i = 0; i < count; i++) {
+		iov[1 + i] = parts[i];
+		len += parts[i].len;
+	}
+	head.len = (u32)len;
+	if (len > INLINE_BYTES) {
+		head.flags = IN_MEMFD;
+		fd = (int)SYS2(memfd_create, "answer", MFD_CLOSE_ON_EXEC);
+		for (size_t i = 0; i < count; i++)
+			if (fd < 0 || write_all(fd, parts[i].base, parts[i].len))
+				quit(73);
+		count = 0;
+	}
+	if (send_parts(EDGE, iov, 1 + count, &fd, fd >= 0, 0) < 0)
+		quit(74);
+	if (fd >= 0)
+		SYS1(close, fd);
+}
+
+/* --- what happens ---------------------------------------------------------------------------------------------------- */
+
+static void kill_envelope(void)
+{
+	if (env.pid > 0 && !env.dead)
+		SYS2(kill, env.pid, SIGKILL);
+}
+
+/* End the call's processes, whatever they are at. The envelope is left to bring back what it may. */
+static void finish(void)
+{
+	struct go go = { 0, 0, 0, 0 };
+	struct iov iov = { &go, sizeof(go) };
+	if (call.killed)
+		return;
+	call.killed = 1;
+	if (env.dead || send_parts(env.sock, &iov, 1, 0, 0, MSG_DONTBLOCK) < 0)
+		kill_envelope();
+}
+
+static void drain(int which)
+{
+	struct stream *s = &call.out[which];
+	u8 scrap[65536];
+	while (s->fd >= 0) {
+		u64 room = call.job.output_bytes - s->len;
+		long got = room ? SYS3(read, s->fd, s->data + s->len, room) : SYS3(read, s->fd, scrap, sizeof(scrap));
+		if (got == -EAGAIN || got == -EINTR)
+			return;
+		if (got <= 0) {
+			SYS1(close, s->fd);
+			s->fd = -1;
+			return;
+		}
+		s->total += (u64)got;
+		if (room)
+			s->len += (u64)got;
+		else {
+			call.ended.flags |= OUTPUT;
+			finish();
+			if (s->total > call.job.output_bytes + (8 << 20))
+				return; /* what a flood leaves in the pipe is nobody's */
+		}
+	}
+}
+
+static void main_ended(i32 status)
+{
+	if (call.over)
+		return;
+	call.over = 1;
+	call.ended.status = status;
+	call.ended.wall_us = now_us() - call.started_us;
+	call.ended.cpu_us = cpu_us() - call.cpu_start_us;
+	finish();
+}
+
+static void reap(void)
+{
+	i32 status;
+	long pid;
+	while ((pid = SYS4(wait4, -1, &status, WAIT_NOHANG | WAIT_ALL_KINDS, 0)) > 0) {
+		if (pid == env.pid)
+			env.dead = 1;
+		else if (pid == interpreter_pid) {
+			interpreter_pid = -1;
+			call.spoiled = "its interpreter ended";
+		} else if (call.busy && pid == call.pid)
+			main_ended(status);
+		else if (call.busy && call.job.kind == KIND_PYTHON && !call.answered && call.n_reaped < 16) {
+			/* Perhaps the call: the interpreter has not told us its number yet. */
+			call.reaped[call.n_reaped] = (i32)pid;
+			call.reaped_status[call.n_reaped++] = status;
+		}
+	}
+}
+
+static void hear_envelope(void)
+{
+	int fds[MAX_PASSED], n_fds;
+	struct report report = { 0 };
+	long got = receive(env.sock, &report, sizeof(report), fds, &n_fds, MSG_DONTBLOCK);
+	if (got < (long)(sizeof(report) - PROBLEM_BYTES))
+		return;
+	if (report.what == 'R')
+		env.rooted = 1;
+	if (report.what == 'E') {
+		if (call.busy && call.job.kind == KIND_EXEC && report.pid == call.pid)
+			main_ended(report.status);
+		return;
+	}
+	env.report = report;
+	env.told = 1;
+}
+
+static void hear_interpreter(void)
+{
+	int fds[MAX_PASSED], n_fds;
+	long got = receive(interpreter, &call.answer, sizeof(call.answer), fds, &n_fds, MSG_DONTBLOCK);
+	if (got == sizeof(call.answer))
+		call.answered = 1;
+	else if (got != -EAGAIN)
+		call.spoiled = "its interpreter broke the protocol";
+	for (int i = 0; i < n_fds; i++)
+		SYS1(close, fds[i]);
+}
+
+/* Of the edge during a call only a cancellation can come, or its end. */
+static void hear_edge(void)
+{
+	struct head head;
+	int fds[MAX_PASSED], n_fds;
+	long got = receive(EDGE, &head, sizeof(head), fds, &n_fds, MSG_DONTBLOCK);
+	if (got == -EAGAIN)
+		return;
+	if (got != sizeof(head) || head.magic != MAGIC || head.type != CANCEL)
+		quit(0);
+	if (call.busy) {
+		call.cancelled = 1;
+		call.ended.flags |= CANCELLED;
+		finish();
+	}
+}
+
+/* Wait for something to happen, at most until `until_us`, and see to it. */
+static void turn(u64 until_us)
+{
+	struct pollfd polled[6];
+	u64 now = now_us(), wait = until_us > now ? until_us - now : 0;
+	struct __kernel_timespec timeout;
+	u8 scrap[128 * 8];
+	int n = 2, out[2] = { -1, -1 }, at_env = -1, at_interpreter = -1;
+
+	polled[0] = (struct pollfd){ .fd = EDGE, .events = POLLIN };
+	polled[1] = (struct pollfd){ .fd = signals, .events = POLLIN };
+	if (env.pid > 0 && !env.dead) {
+		at_env = n;
+		polled[n++] = (struct pollfd){ .fd = env.sock, .events = POLLIN };
+	}
+	if (interpreter >= 0 && interpreter_pid > 0) {
+		at_interpreter = n;
+		polled[n++] = (struct pollfd){ .fd = interpreter, .events = POLLIN };
+	}
+	for (int i = 0; i < 2 && call.busy; i++)
+		if (call.out[i].fd >= 0) {
+			out[i] = n;
+			polled[n++] = (struct pollfd){ .fd = call.out[i].fd, .events = POLLIN };
+		}
+	timeout.tv_sec = (long long)(wait / 1000000);
+	timeout.tv_nsec = (long long)(wait % 1000000 * 1000);
+	if (SYS5(ppoll, polled, n, &timeout, 0, 0) <= 0)
+		return;
+	for (int i = 0; i < 2; i++)
+		if (out[i] >= 0 && polled[out[i]].revents)
+			drain(i);
+	if (at_env >= 0 && polled[at_env].revents)
+		hear_envelope();
+	if (at_interpreter >= 0 && polled[at_interpreter].revents)
+		hear_interpreter();
+	if (polled[1].revents) {
+		SYS3(read, signals, scrap, sizeof(scrap));
+		reap();
+	}
+	if (polled[0].revents && (call.busy || polled[0].revents & (POLLHUP | POLLERR)))
+		hear_edge();
+}
+
+/* --- envelopes ------------------------------------------------------------------------------------------------------- */
+
+static int envelope_socks[2];
+
+/* Begin to make one. It need not be ready when this returns. */
+static void make_envelope(u64 disk_bytes)
+{
+	struct clone_args args = { .flags = ENVELOPE_FLAGS, .exit_signal = SIGCHLD };
+	static struct report scrap;
+	int fds[MAX_PASSED], n_fds;
+	while (receive(envelope_socks[0], &scrap, sizeof(scrap), fds, &n_fds, MSG_DONTBLOCK) >= 0)
+		;
+	while (receive(envelope_socks[1], &scrap, sizeof(scrap), fds, &n_fds, MSG_DONTBLOCK) >= 0)
+		for (int i = 0; i < n_fds; i++)
+			SYS1(close, fds[i]);
+	env.sock = envelope_socks[0];
+	env.disk_bytes = disk_bytes;
+	env.rooted = env.dead = env.told = 0;
+	long pid = SYS2(clone3, &args, sizeof(args));
+	if (pid == 0)
+		envelope(envelope_socks[1], disk_bytes, inbox + sizeof(struct head));
+	env.pid = (i32)pid;
+	if (pid < 0)
+		env.dead = 1;
+}
+
+/* Wait until the envelope has said `what`, or has died. */
+static int await_report(u64 deadline)
+{
+	while (!env.told && !env.dead && now_us() < deadline)
+		turn(deadline);
+	if (!env.told && env.pid > 0)
+		hear_envelope(); /* said, and died of it */
+	int told = env.told;
+	env.told = 0;
+	return told;
+}
+
+static int bury_envelope(void)
+{
+	u64 deadline = now_us() + DEATH_US;
+	while (env.pid > 0 && !env.dead && now_us() < deadline) {
+		turn(deadline);
+		reap();
+	}
+	if (env.pid > 0 && !env.dead) {
+		kill_envelope();
+		deadline += DEATH_US;
+		while (!env.dead && now_us() < deadline)
+			turn(deadline);
+	}
+	if (!env.dead)
+		return 0;
+	env.pid = 0;
+	return 1;
+}
+
+static const char *explain(const char *what, i32 error)
+{
+	char *at = put(put(call.reason_text, what), ": ");
+	size_t n = env.report.problem_len < PROBLEM_BYTES ? env.report.problem_len : PROBLEM_BYTES - 1;
+	memcpy(at, env.report.problem, n);
+	put_number(put(at + n, n ? ": error " : "error "), (u64)(error < 0 ? -error : error));
+	return call.reason_text;
+}
+
+/* An envelope with this much disk, ready. */
+static int have_envelope(u64 disk_bytes)
+{
+	if (env.pid > 0 && (env.disk_bytes != disk_bytes || env.dead)) {
+		kill_envelope();
+		if (!bury_envelope()) {
+			call.spoiled = "an unused envelope does not end";
+			return 0;
+		}
+	}
+	if (env.pid <= 0)
+		make_envelope(disk_bytes);
+	if (env.pid <= 0) {
+		env.report.problem_len = 0;
+		call.reason = explain("cannot make the call's namespaces", env.pid);
+		env.pid = 0;
+		return 0;
+	}
+	if (!env.rooted)
+		await_report(now_us() + STEP_US);
+	env.told = 0;
+	if (!env.rooted || env.report.error) {
+		call.reason = explain("cannot make the call's file system", env.report.error);
+		kill_envelope();
+		bury_envelope();
+		return 0;
+	}
+	return 1;
+}
+
+/* --- a call ---------------------------------------------------------------------------------------------------------- */
+
+static int null_fd;
+
+/* What the call reads: a pipe that holds it all, or a file. */
+static int make_stdin(const u8 *data, u64 len)
+{
+	int ends[2];
+	if (!len)
+		return (int)SYS3(fcntl, null_fd, 1030 /* F_DUPFD_CLOEXEC */, 3);
+	if (len <= 65536) {
+		if (SYS2(pipe2, ends, O_CLOEXEC) < 0)
+			return -1;
+		if (write_all(ends[1], data, len)) {
+			SYS1(close, ends[0]);
+			ends[0] = -1;
+		}
+		SYS1(close, ends[1]);
+		return ends[0];
+	}
+	int fd = (int)SYS2(memfd_create, "stdin", MFD_CLOSE_ON_EXEC);
+	if (fd >= 0 && (write_all(fd, data, len) || SYS3(lseek, fd, 0, 0))) {
+		SYS1(close, fd);
+		return -1;
+	}
+	return fd;
+}
+
+struct dispatch {
+	u32 flags, len;
+	u64 cpu_us, value_bytes;
+};
+
+/* Have the interpreter fork into the envelope. */
+static void dispatch(int *stdio, int value_fd, const u8 *payload, u32 len)
+{
+	struct dispatch head = { (value_fd >= 0) * 1, len, call.job.cpu_us, call.job.value_bytes };
+	struct iov iov[2] = { { &head, sizeof(head) }, { payload, len } };
+	int fds[MAX_PASSED], n = 4, body = -1;
+	int pidfd = (int)SYS2(pidfd_open, env.pid, 0);
+	fds[0] = pidfd;
+	for (int i = 0; i < 3; i++)
+		fds[1 + i] = stdio[i];
+	if (value_fd >= 0)
+		fds[n++] = value_fd;
+	if (len > INLINE_BYTES) {
+		body = (int)SYS2(memfd_create, "call", MFD_CLOSE_ON_EXEC);
+		if (body < 0 || write_all(body, payload, len))
+			call.reason = "no memory for the call's text";
+		fds[n++] = body;
+		head.flags |= 2;
+		head.len = 0;
+	}
+	call.started_us = now_us();
+	call.cpu_start_us = cpu_us();
+	if (!call.reason && (pidfd < 0 || send_parts(interpreter, iov, body < 0 ? 2 : 1, fds, n, 0) < 0)) {
+		call.reason = "the interpreter cannot be reached";
+		call.spoiled = call.reason;
+	}
+	if (body >= 0)
+		SYS1(close, body);
+	if (pidfd >= 0)
+		SYS1(close, pidfd);
+	u64 deadline = now_us() + STEP_US;
+	while (!call.reason && !call.answered && !call.spoiled && now_us() < deadline)
+		turn(deadline);
+	if (call.reason)
+		return;
+	if (!call.answered) {
+		call.spoiled = call.spoiled ? call.spoiled : "its interpreter does not answer";
+		call.reason = call.spoiled;
+	} else if (call.answer <= 1 || call.answer == env.pid || call.answer == interpreter_pid) {
+		env.report.problem_len = 0;
+		call.reason = explain("the interpreter cannot fork", call.answer);
+	} else {
+		call.pid = call.answer;
+		call.ended.flags |= STARTED;
+		for (u32 i = 0; i < call.n_reaped; i++)
+			if (call.reaped[i] == call.pid)
+				main_ended(call.reaped_status[i]);
+		reap();
+	}
+}
+
+static void watch(void)
+{
+	u64 next_look = 0;
+	while (!call.over && !call.killed) {
+		u64 now = now_us(), wall = now - call.started_us;
+		if (wall >= call.job.wall_us) {
+			call.ended.flags |= WALL;
+			finish();
+			return;
+		}
+		if (now >= next_look) {
+			u64 used = cpu_us() - call.cpu_start_us;
+			if (used >= call.job.cpu_us) {
+				call.ended.flags |= CPU;
+				finish();
+				return;
+			}
+			u64 pause = (call.job.cpu_us - used) / member.cores;
+			next_look = now + (pause < 1000 ? 1000 : pause);
+		}
+		if (call.spoiled && call.job.kind == KIND_PYTHON && interpreter_pid < 0) {
+			/* It runs by itself; the member goes after it. */
+		}
+		u64 end = call.started_us + call.job.wall_us;
+		turn(next_look < end ? next_look : end);
+	}
+}
+
+static void run(const u8 *body, u32 len, int body_fd)
+{
+	struct cursor c = { body, body + len, 0 };
+	int stdio[3] = { -1, -1, -1 }, far[2][2] = { { -1, -1 }, { -1, -1 } }, value_fd = -1, files_fd = -1;
+	const u8 *payload;
+	struct go go = { 0, 0, len, 0 };
+	static struct report last;
+
+	memset(&call, 0, sizeof(call));
+	call.out[0].fd = call.out[1].fd = -1;
+	memcpy(&call.job, take(&c, sizeof(call.job)), sizeof(call.job));
+	struct job *job = &call.job;
+	for (u32 i = 0; i < job->n_outputs; i++)
+		take_text(&c);
+	if (job->n_argv > MAX_WORDS || job->n_env > MAX_WORDS)
+		c.bad = 1;
+	for (u64 i = 0; i < (u64)job->n_argv + job->n_env && !c.bad; i++)
+		take_text(&c);
+	u64 files_bytes = (u64)(c.at - body);
+	for (u32 i = 0; i < job->n_files && !c.bad; i++) {
+		take_u32(&c);
+		u64 size = take_u64(&c);
+		take_text(&c);
+		take(&c, size);
+	}
+	const u8 *input = take(&c, job->stdin_len);
+	payload = take(&c, job->payload_len);
+	(void)files_bytes;
+	if (c.bad || (job->kind != KIND_PYTHON && job->kind != KIND_EXEC) || (job->kind == KIND_EXEC && !job->n_argv) ||
+	    (job->kind == KIND_PYTHON && interpreter < 0) || job->output_bytes > (1ULL << 32))
+		quit(75); /* the edge is at odds with itself */
+
+	call.busy = 1;
+	if (buffers_size < 2 * job->output_bytes) {
+		if (buffers_size)
+			SYS2(munmap, buffers, buffers_size);
+		buffers_size = 2 * job->output_bytes;
+		buffers = map(buffers_size, MAP_PRIVATE_ | MAP_NORESERVE_);
+	}
+	if (!have_envelope(job->disk_bytes))
+		goto done;
+	SYS3(write, MEMORY_PEAK, "0", 1);
+	memory_before = reading(MEMORY, "");
+	oom_kills_before = reading(OOM_KILLS, "oom_kill");
+	pids_denied_before = reading(PIDS_DENIED, "max");
+	stdio[0] = make_stdin(input, job->stdin_len);
+	for (int i = 0; i < 2; i++) {
+		SYS2(pipe2, far[i], O_CLOEXEC);
+		if (far[i][0] >= 0)
+			SYS3(fcntl, far[i][0], 4 /* F_SETFL */, O_NONBLOCK);
+		stdio[1 + i] = far[i][1];
+		call.out[i] = (struct stream){ far[i][0], buffers + (u64)i * job->output_bytes, 0, 0 };
+	}
+	if (job->n_outputs)
+		files_fd = (int)SYS2(memfd_create, "files", MFD_CLOSE_ON_EXEC);
+	if (job->value_bytes) {
+		value_fd = (int)SYS2(memfd_create, "value", MFD_CLOSE_ON_EXEC);
+		if (value_fd < 0 || SYS2(ftruncate, value_fd, job->value_bytes) < 0)
+			call.reason = "no memory for the call's value";
+	}
+	if (stdio[0] < 0 || stdio[1] < 0 || stdio[2] < 0 || (job->n_outputs && files_fd < 0))
+		call.reason = "no memory or descriptors for the call's pipes";
+	if (!call.reason && (job->kind == KIND_EXEC || job->n_files || job->n_outputs)) {
+		int fds[MAX_PASSED], n = 0;
+		struct iov iov = { &go, sizeof(go) };
+		go.kind = job->kind;
+		if (job->kind == KIND_EXEC)
+			for (; n < 3; n++)
+				fds[n] = stdio[n];
+		if (body_fd >= 0) {
+			go.flags |= GO_BODY;
+			fds[n++] = body_fd;
+		}
+		if (files_fd >= 0) {
+			go.flags |= GO_FILES;
+			fds[n++] = files_fd;
+		}
+		if (job->kind == KIND_EXEC) {
+			call.started_us = now_us();
+			call.cpu_start_us = cpu_us();
+			call.pid = -2;
+		}
+		if (send_parts(env.sock, &iov, 1, fds, n, 0) < 0 || !await_report(now_us() + STEP_US)) {
+			call.reason = "the call's first process ended before it could start";
+		} else if (env.report.error) {
+			struct report *r = &env.report;
+			i32 error = r->error;
+			if (r->what == 'X' && error < 10000) {
+				r->problem_len = 0;
+				call.ended.flags |= CALLERS_FAULT;
+				call.reason = explain("cannot execute the program", error);
+			} else if (r->what == 'X') {
+				r->problem_len = 0;
+				call.reason = explain("cannot confine the program", error - 10000);
+			} else {
+				call.ended.flags |= CALLERS_FAULT;
+				call.reason = explain("cannot write the call's files", error);
+			}
+		} else if (job->kind == KIND_EXEC) {
+			call.pid = env.report.pid;
+			call.ended.flags |= STARTED;
+		}
+	}
+	if (!call.reason && !call.killed && job->kind == KIND_PYTHON)
+		dispatch(stdio, value_fd, payload, job->payload_len);
+	for (int i = 0; i < 3; i++)
+		if (stdio[i] >= 0)
+			SYS1(close, stdio[i]);
+	if (call.ended.flags & STARTED)
+		watch();
+	finish();
+	/* The envelope says what it brought back, and ends. Only when it is dead, and all that was in it, is the call over. */
+	last = (struct report){ 0 };
+	u64 deadline = now_us() + DEATH_US;
+	if (await_report(deadline))
+		last = env.report;
+	if (!bury_envelope())
+		call.spoiled = "its processes do not end";
+	deadline = now_us() + DEATH_US;
+	while ((call.ended.flags & STARTED) && !call.over && now_us() < deadline) {
+		reap();
+		if (!call.over)
+			hear_envelope();
+		if (!call.over && job->kind == KIND_EXEC) {
+			main_ended(SIGKILL); /* its envelope was killed before it could tell */
+			break;
+		}
+		if (!call.over)
+			turn(deadline);
+	}
+	for (int i = 0; i < 2; i++)
+		drain(i);
+	if (last.what == 'D') {
+		if (last.disk_full)
+			call.ended.flags |= DISK;
+		call.ended.n_files = last.n_files;
+		call.ended.files_len = last.files_len;
+		call.ended.problem_len = last.problem_len;
+	}
+	u64 peak = reading(MEMORY_PEAK, "");
+	call.ended.peak = peak > memory_before ? peak - memory_before : 0;
+	if (reading(OOM_KILLS, "oom_kill") > oom_kills_before)
+		call.ended.flags |= OOM;
+	if (reading(PIDS_DENIED, "max") > pids_denied_before)
+		call.ended.flags |= PIDS;
+done:;
+	u8 *files = 0, *value = 0;
+	if (call.ended.files_len) {
+		files = (u8 *)SYS6(mmap, 0, call.ended.files_len, 1, MAP_SHARED_, files_fd, 0);
+		if ((long)files < 0 && (long)files > -4096)
+			quit(72);
+	}
+	if (value_fd >= 0) {
+		/* Written by the call: a kind, a length, the bytes. All of it is its own business, but the length must be in bounds. */
+		u32 kind_len[2] = { 0, 0 };
+		SYS4(pread64, value_fd, kind_len, 8, 0);
+		if (kind_len[0] && kind_len[1] <= job->value_bytes - 8) {
+			value = (u8 *)SYS6(mmap, 0, 8 + (u64)kind_len[1], 1, MAP_SHARED_, value_fd, 0);
+			if ((long)value < 0 && (long)value > -4096)
+				quit(72);
+			if (kind_len[0] == 1) {
+				call.ended.flags |= HAS_VALUE_;
+				call.ended.value_len = kind_len[1];
+			} else if (!call.reason) {
+				call.ended.flags |= CALLERS_FAULT;
+				call.ended.flags &= ~(u32)STARTED;
+				call.ended.reason_len = kind_len[1];
+			}
+		}
+	}
+	const u8 *reason = call.reason ? (const u8 *)call.reason : call.ended.reason_len ? value + 8 : (const u8 *)"";
+	if (call.reason)
+		call.ended.reason_len = length(call.reason);
+	call.ended.stdout_len = call.out[0].len;
+	call.ended.stderr_len = call.out[1].len;
+	call.ended.stdout_total = call.out[0].total;
+	call.ended.stderr_total = call.out[1].total;
+	if (call.spoiled)
+		call.ended.spoiled_len = length(call.spoiled);
+	struct iov parts[] = {
+		{ &call.ended, sizeof(call.ended) },
+		{ call.out[0].data, call.out[0].len },
+		{ call.out[1].data, call.out[1].len },
+		{ value ? value + 8 : value, call.ended.value_len },
+		{ files, call.ended.files_len },
+		{ last.problem, call.ended.problem_len },
+		{ reason, call.ended.reason_len },
+		{ call.spoiled, call.ended.spoiled_len },
+	};
+	tell_edge(ENDED, parts, 8);
+	u64 used = call.out[0].len + call.out[1].len;
+	if (used > 256 << 10)
+		SYS3(madvise, buffers, buffers_size, 4 /* MADV_DONTNEED */);
+	if (files)
+		SYS2(munmap, files, call.ended.files_len);
+	if (value)
+		SYS2(munmap, value, 8 + (call.ended.value_len ? call.ended.value_len : call.ended.reason_len));
+	for (int i = 0; i < 2; i++)
+		if (call.out[i].fd >= 0)
+			SYS1(close, call.out[i].fd);
+	if (value_fd >= 0)
+		SYS1(close, value_fd);
+	if (files_fd >= 0)
+		SYS1(close, files_fd);
+	call.busy = 0;
+	if (!call.spoiled)
+		make_envelope(job->disk_bytes); /* for the next one, while the edge looks at this */
+}
+
+/* --- the start ------------------------------------------------------------------------------------------------------- */
+
+static char *number_of(char *text, u32 *value)
+{
+	u32 n = 0;
+	for (; *text >= '0' && *text <= '9'; text++)
+		n = n * 10 + (u32)(*text - '0');
+	*value = n;
+	return text;
+}
+
+static void fail(const char *why, const u8 *text, size_t len)
+{
+	struct iov parts[2] = { { why, length(why) }, { text, len } };
+	tell_edge(FAILED, parts, 2);
+	quit(70);
+}
+
+/* In a process of its own namespaces for files and IPC, and of the member's for all else. */
+static __attribute__((noreturn)) void become_interpreter(u64 disk_bytes, int channel, int out, int program, int library, int config)
+{
+	long error;
+	int ends[2], given[4] = { channel, program, library, config };
+	SYS1(umask, 0);
+	SYS0(setsid);
+	if ((error = setup_root(disk_bytes)))
+		quit(100);
+	/* Its standard input is a pipe at its end, as a call's is, for what the interpreter learns of it once and for all. */
+	SYS2(pipe2, ends, 0);
+	SYS3(dup3, ends[0], 0, 0);
+	SYS3(dup3, out, 1, 0);
+	SYS3(dup3, out, 2, 0);
+	for (int i = 0; i < 4; i++)
+		given[i] = (int)SYS3(fcntl, given[i], 0 /* F_DUPFD */, 20);
+	for (int i = 0; i < 4; i++)
+		SYS3(dup3, given[i], 3 + i, 0);
+	SYS3(close_range, 7, ~0U, 0);
+	SYS1(umask, 022);
+	SYS5(prctl, PR_SET_DUMPABLE, 1, 0, 0, 0); /* else what follows in /proc is nobody's */
+	int adjust = (int)SYS4(openat, AT_CWD, "/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC, 0);
+	SYS3(write, adjust, "0", 1);
+	if ((error = become_user()) || (error = drop_capabilities()) < 0)
+		quit(101);
+	if (load_filter(member.zygote_filter, member.zygote_filter_len) < 0)
+		quit(102);
+	default_signals();
+	quit(exec_program() & 0x3f);
+}
+
+static u8 captured[CAPTURE];
+static size_t n_captured;
+
+static void capture(int fd)
+{
+	u8 chunk[4096];
+	long got;
+	while ((got = SYS3(read, fd, chunk, sizeof(chunk))) > 0) {
+		if (n_captured + (size_t)got > CAPTURE) { /* its end is what tells */
+			size_t keep = CAPTURE - (size_t)got;
+			memcpy(captured, captured + n_captured - keep, keep);
+			n_captured = keep;
+		}
+		memcpy(captured + n_captured, chunk, (size_t)got);
+		n_captured += (size_t)got;
+	}
+}
+
+static void start_interpreter(struct cursor *c, u32 n_argv, u64 disk_bytes, u64 patience_us, int *fds)
+{
+	int socks[2], out[2];
+	i32 numbers[1] = { INTERPRETER_PID };
+	/* A call's processes have small numbers in a namespace of their own. The interpreter must never have had one of these: libraries
+	 * (OpenSSL) tell by it that they were forked. */
+	struct clone_args args = { .flags = CLONE_NEWNS | CLONE_NEWIPC, .exit_signal = SIGCHLD, .set_tid = (u64)numbers, .set_tid_size = 1 };
+
+	for (u32 i = 0; i < n_argv; i++)
+		exec_argv[i] = take_text(c);
+	u32 n = 0;
+	for (u32 i = 0; i < member.n_env; i++)
+		n = add_variable(n, member.env[i]);
+	add_defaults(n);
+	if (SYS4(socketpair, 1, 5 /* SOCK_SEQPACKET */ | O_CLOEXEC, 0, socks) < 0 || SYS2(pipe2, out, O_CLOEXEC) < 0)
+		quit(71);
+	SYS3(fcntl, out[0], 4 /* F_SETFL */, O_NONBLOCK);
+	long pid = SYS2(clone3, &args, sizeof(args));
+	if (pid == 0)
+		become_interpreter(disk_bytes, socks[1], out[1], fds[0], fds[1], fds[2]);
+	if (pid < 0)
+		fail("cannot fork for the interpreter", (const u8 *)"", 0);
+	SYS1(close, socks[1]);
+	SYS1(close, out[1]);
+	interpreter = socks[0];
+	interpreter_pid = (i32)pid;
+	u64 deadline = now_us() + patience_us;
+	for (;;) {
+		struct pollfd polled[3] = { { .fd = out[0], .events = POLLIN }, { .fd = interpreter, .events = POLLIN }, { .fd = EDGE } };
+		struct __kernel_timespec timeout = { .tv_sec = 1 };
+		u8 word = 0;
+		i32 status;
+		SYS5(ppoll, polled, 3, &timeout, 0, 0);
+		capture(out[0]);
+		if (polled[2].revents)
+			quit(0);
+		if (polled[1].revents && SYS6(recvfrom, interpreter, &word, 1, MSG_DONTBLOCK, 0, 0) == 1 && word == 'R')
+			break;
+		if (SYS4(wait4, interpreter_pid, &status, WAIT_NOHANG, 0) == interpreter_pid) {
+			capture(out[0]);
+			u32 code = (u32)status >> 8 & 0xff;
+			if (!(status & 0x7f) && code >= 100 && code <= 102 && !n_captured)
+				fail("cannot prepare the interpreter", (const u8 *)"", 0);
+			if (!(status & 0x7f) && !n_captured && code < 64)
+				fail("cannot execute the interpreter", (const u8 *)"", 0);
+			fail("", captured, n_captured);
+		}
+		if (now_us() > deadline)
+			fail("the interpreter took too long to warm up\n", captured, n_captured);
+	}
+	SYS1(close, out[0]);
+	for (int i = 0; i < 3; i++)
+		SYS1(close, fds[i]);
+}
+
+static void read_setup(void)
+{
+	struct head head;
+	int fds[MAX_PASSED], n_fds;
+	if (receive(EDGE, &head, sizeof(head), fds, &n_fds, 0) != sizeof(head) || head.magic != MAGIC || head.type != SETUP || n_fds < 1)
+		quit(0);
+	const u8 *body = (const u8 *)SYS6(mmap, 0, head.len, 1, MAP_PRIVATE_, fds[0], 0);
+	if ((long)body < 0 && (long)body > -4096)
+		quit(72);
+	SYS1(close, fds[0]);
+	struct cursor c = { body, body + head.len, 0 };
+	u32 n_argv = take_u32(&c), n_env = take_u32(&c), n_masked = take_u32(&c), n_read_only = take_u32(&c);
+	member.call_filter_len = take_u32(&c);
+	member.zygote_filter_len = take_u32(&c);
+	member.cores = take_u32(&c);
+	cpu_is_v1 = (int)take_u32(&c);
+	u64 disk_bytes = take_u64(&c), patience_us = take_u64(&c), first_disk = take_u64(&c);
+	if (n_argv > MAX_WORDS || n_env > MAX_WORDS || n_masked > MAX_MASKED || n_read_only > MAX_MASKED || !member.cores)
+		quit(75);
+	member.call_filter = take(&c, member.call_filter_len);
+	member.zygote_filter = take(&c, member.zygote_filter_len);
+	member.workdir = take_text(&c);
+	member.env[0] = 0;
+	for (member.n_env = 0; member.n_env < n_env; member.n_env++)
+		member.env[member.n_env] = take_text(&c);
+	for (; member.n_masked < n_masked; member.n_masked++)
+		member.masked[member.n_masked] = take_text(&c);
+	for (; member.n_read_only < n_read_only; member.n_read_only++)
+		member.read_only[member.n_read_only] = take_text(&c);
+	find_masked();
+	if (n_argv) {
+		if (n_fds != 4)
+			quit(75);
+		start_interpreter(&c, n_argv, disk_bytes, patience_us, fds + 1);
+	}
+	if (c.bad)
+		quit(75);
+	/* From here on we are root of the calls' user namespace alone. */
+	if (SYS2(setns, CALLS_NS, CLONE_NEWUSER) < 0)
+		fail("cannot enter the calls' user namespace", (const u8 *)"", 0);
+	SYS1(close, CALLS_NS);
+	if (SYS3(setresgid, 0, 0, 0) < 0 || SYS3(setresuid, 0, 0, 0) < 0)
+		fail("cannot become root of the calls' user namespace", (const u8 *)"", 0);
+	SYS5(prctl, PR_SET_DUMPABLE, 0, 0, 0, 0);
+	make_envelope(first_disk);
+	await_report(now_us() + STEP_US);
+	if (!env.rooted || env.report.error) {
+		const char *why = explain("cannot make a call's file system", env.report.error);
+		fail(why, (const u8 *)"", 0);
+	}
+	env.told = 0;
+	tell_edge(READY, 0, 0);
+}
+
+__attribute__((noreturn, used)) void begin(long *stack)
+{
+	long argc = stack[0];
+	char **argv = (char **)(stack + 1);
+	u64 chld = 1ULL << (SIGCHLD - 1);
+	u32 layers;
+
+	if (SYS0(getpid) != 1 || argc != 7)
+		quit(64);
+	SYS4(rt_sigprocmask, SIG_SETMASK, &chld, 0, 8);
+	SYS5(prctl, PR_SET_DUMPABLE, 0, 0, 0, 0);
+	SYS5(prctl, PR_SET_NAME, "calld", 0, 0, 0);
+	number_of(argv[1], &member.uid);
+	number_of(argv[2], &member.gid);
+	for (char *at = argv[3]; *at && member.n_groups < 64;) {
+		at = number_of(at, &member.groups[member.n_groups++]);
+		at += *at == ',';
+	}
+	member.home = argv[4];
+	member.login = argv[5];
+	number_of(argv[6], &layers);
+	member.layers = (int)layers;
+	signals = (int)SYS4(signalfd4, -1, &chld, 8, O_CLOEXEC | O_NONBLOCK);
+	null_fd = (int)SYS4(openat, AT_CWD, "/dev/null", O_RDWR | O_CLOEXEC, 0);
+	inbox = map(INBOX, MAP_SHARED_);
+	if (signals < 0 || null_fd < 0 || SYS4(socketpair, 1, 5 | O_CLOEXEC, 0, envelope_socks) < 0)
+		quit(71);
+	for (int fd = EDGE; fd <= PIDS_DENIED; fd++)
+		SYS3(fcntl, fd, 2 /* F_SETFD */, 1);
+	SYS1(close, CHANNEL); /* we are there */
+	read_setup();
+	for (;;) {
+		struct head head;
+		struct pollfd polled[2] = { { .fd = EDGE, .events = POLLIN }, { .fd = signals, .events = POLLIN } };
+		int fds[MAX_PASSED], n_fds;
+		u8 scrap[1024];
+		SYS5(ppoll, polled, 2, 0, 0, 0);
+		if (polled[1].revents) {
+			SYS3(read, signals, scrap, sizeof(scrap));
+			reap();
+			if (interpreter >= 0 && interpreter_pid < 0)
+				quit(76); /* the edge sees us gone, and makes another member */
+		}
+		if (!polled[0].revents)
+			continue;
+		long got = receive(EDGE, inbox, INBOX, fds, &n_fds, MSG_DONTBLOCK);
+		if (got == -EAGAIN)
+			continue;
+		if (got < (long)sizeof(head))
+			quit(0);
+		memcpy(&head, inbox, sizeof(head));
+		if (head.magic == MAGIC && head.type == CANCEL)
+			continue; /* it came too late */
+		if (head.magic != MAGIC || head.type != JOB)
+			quit(75);
+		if (head.flags & IN_MEMFD) {
+			if (n_fds != 1)
+				quit(75);
+			const u8 *body = (const u8 *)SYS6(mmap, 0, head.len, 1, MAP_PRIVATE_, fds[0], 0);
+			if ((long)body < 0 && (long)body > -4096)
+				quit(72);
+			run(body, head.len, fds[0]);
+			SYS2(munmap, body, head.len);
+			SYS1(close, fds[0]);
+		} else {
+			/* Envelopes read it too, from the place they know. */
+			run(inbox + sizeof(head), head.len, -1);
+		}
+	}
+}
+
+#if defined(__x86_64__)
+__asm__(".globl _start\n_start: xorl %ebp, %ebp\nmovq %rsp, %rdi\nandq $-16, %rsp\ncall begin\n");
+#else
+__asm__(".globl _start\n_start: mov x29, xzr\nmov x0, sp\nbl begin\n");
+#endif

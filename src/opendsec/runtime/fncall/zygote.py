@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The warm interpreter of a member: imports what its pool declares, then is forked for each call.
+
+Runs inside the image, by whatever Python is there (3.8 or later), as a program of its own: nothing of this package is at hand. Its
+descriptors: 3 the supervisor, 4 this text, 5 forkin.so, 6 what to warm up with. The fork goes on in `run`, where the user's code must
+see what `python3 main.py` would have shown it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+
+def warm_up() -> str:
+    """Import and run what was asked for; returns the calls' working directory. Whatever fails goes to standard error as a traceback of its
+    own, and ends us."""
+    import importlib
+    import marshal
+    import types
+
+    with os.fdopen(6, "rb") as file:
+        preload, warmup, workdir = marshal.loads(file.read())
+    sys.argv = [""]
+    for name in preload:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            fail(f"preload of {name!r} failed", error)
+    if warmup:
+        module = sys.modules["__warmup__"] = types.ModuleType("__warmup__")
+        remember("<warmup>", warmup)
+        try:
+            exec(compile(warmup, "<warmup>", "exec", dont_inherit=True), module.__dict__)
+        except BaseException as error:
+            fail("warmup failed", error)
+    return str(workdir)
+
+
+def fail(what: str, error: BaseException) -> NoReturn:
+    import traceback
+
+    trace = error.__traceback__.tb_next if error.__traceback__ else None
+    print(what + ":", file=sys.stderr)
+    traceback.print_exception(type(error), error, trace)
+    sys.stderr.flush()
+    os._exit(64)
+
+
+def remember(filename: str, source: str) -> None:
+    """Make the source known to tracebacks: there is no such file."""
+    import linecache
+
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+
+
+def serve() -> tuple[bytes, int | None, int]:
+    """Returns in forks, with the call: (marshalled, where a function's value goes, how much fits there)."""
+    import ctypes
+    import gc
+
+    class Call(ctypes.Structure):
+        _fields_ = [
+            ("body", ctypes.c_void_p),
+            ("body_len", ctypes.c_uint64),
+            ("body_fd", ctypes.c_int),
+            ("value", ctypes.c_void_p),
+            ("value_len", ctypes.c_uint64),
+            ("problem", ctypes.c_int),
+        ]
+
+    # PyDLL: the interpreter lock stays with us, so a fork is in the state that one by os.fork() would be in.
+    library = ctypes.PyDLL("/proc/self/fd/5")
+    pointer = ctypes.c_void_p
+    fork = ctypes.cast(ctypes.CDLL(None).fork, pointer)
+    after = ctypes.cast(ctypes.pythonapi.PyOS_AfterFork_Child, pointer)
+    library.forkin_serve.argtypes = [ctypes.c_int, pointer, pointer, ctypes.POINTER(Call)]
+    library.forkin_serve.restype = ctypes.c_long
+    call = Call()
+    os.close(4)
+    os.close(5)
+    os.write(3, b"R")
+    before, serving = ctypes.pythonapi.PyOS_BeforeFork, library.forkin_serve
+    before.restype = None
+    reference = ctypes.byref(call)
+    gc.collect()
+    gc.freeze()  # a collection in a fork touches, and so copies, nothing of what is here now
+    before()
+    if serving(3, fork, after, reference) < 0:
+        os._exit(0)  # the supervisor is gone
+    if call.body_fd >= 0:
+        parts = []
+        while True:
+            part = os.read(call.body_fd, 1 << 20)
+            if not part:
+                break
+            parts.append(part)
+        os.close(call.body_fd)
+        body = b"".join(parts)
+    else:
+        body = ctypes.string_at(call.body, call.body_len)
+    return body, call.value, call.value_len
+
+
+def run(call: tuple[bytes, int | None, int], workdir: str, modules: frozenset[str]) -> NoReturn:
+    import builtins
+    import marshal
+    import types
+
+    body, value, value_len = call
+    kind, source, filename, function, args, kwargs, env = marshal.loads(body)
+    os.chdir(workdir)
+    if env:
+        os.environ.update(env)
+    sys.argv = [filename if kind == "source" else "-c"]
+    sys.path[0] = workdir
+    main = types.ModuleType("__main__")
+    space = main.__dict__
+    space["__builtins__"] = builtins
+    sys.modules["__main__"] = main
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    code: int | str = 0
+    answer = None
+    try:
+        if kind == "source":
+            space["__file__"] = filename
+            remember(filename, source)
+            exec(compile(source, filename, "exec", dont_inherit=True), space)
+        else:
+            answer = apply(function, args, kwargs)
+    except SystemExit as end:
+        code = exit_code(end)
+    except BaseException as error:
+        code = report(error)
+    finish(code, answer, value, value_len, space, modules)
+
+
+class NoFunction(Exception):
+    """What was asked for is not there."""
+
+
+def apply(function: str, args: bytes, kwargs: bytes) -> bytes:
+    import importlib
+    import json
+
+    module, _, path = function.partition(":")
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and (module == error.name or module.startswith(error.name + ".")):
+            raise NoFunction(f"there is no module {error.name!r}") from None
+        raise
+    for name in path.split("."):
+        try:
+            found = getattr(found, name)
+        except AttributeError:
+            raise NoFunction(f"module {module!r} has no {path!r}") from None
+    if not callable(found):
+        raise NoFunction(f"{path!r} of module {module!r} cannot be called")
+    return json.dumps(found(*json.loads(args), **json.loads(kwargs)), allow_nan=False).encode()
+
+
+def exit_code(end: SystemExit) -> int:
+    """As the interpreter has it."""
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return end.code & 0xFF
+    try:
+        sys.stdout.flush()
+        print(end.code, file=sys.stderr)
+    except BaseException:
+        pass
+    return 1
+
+
+def report(error: BaseException) -> int | str:
+    """Print the traceback, without our own frames; -2: ended by Ctrl-C."""
+    if isinstance(error, NoFunction):
+        return str(error)
+    trace = error.__traceback__.tb_next if error.__traceback__ else None
+    while trace is not None and trace.tb_frame.f_code is apply.__code__:
+        trace = trace.tb_next
+    error.__traceback__ = trace
+    try:
+        sys.stdout.flush()
+    except BaseException:
+        pass
+    try:
+        if sys.excepthook is not sys.__excepthook__:
+            sys.excepthook(type(error), error, trace)
+        else:
+            import traceback
+
+            traceback.print_exception(type(error), error, trace)
+    except BaseException:
+        pass
+    return -2 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def finish(
+    code: int | str, answer: bytes | None, value: int | None, value_len: int, space: dict[str, object], modules: frozenset[str]
+) -> NoReturn:
+    """What the interpreter does at its end, as far as anybody can see it, and without taking apart what the call never touched."""
+    import atexit
+    import gc
+
+    message, status = (code, 1) if isinstance(code, str) else (None, code)
+    if "threading" in sys.modules:
+        try:
+            sys.modules["threading"]._shutdown()
+        except BaseException:
+            pass
+    atexit._run_exitfuncs()
+    if answer is not None and (value is None or len(answer) > value_len - 8):
+        print(f"ValueError: the function's value is larger than {value_len - 8} bytes as JSON", file=sys.stderr)
+        status = 1
+    elif answer is not None and value is not None:
+        deliver(1, answer, value)
+    elif message is not None and value:
+        deliver(2, message.encode("utf-8", "replace")[:4000], value)
+    # Files that nobody closed are written when their objects go.
+    out, err, plain_out, plain_err = sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__
+    space.clear()
+    for name in [name for name in sys.modules if name not in modules]:
+        try:
+            sys.modules.pop(name).__dict__.clear()
+        except BaseException:
+            pass
+    try:
+        gc.collect()
+    except BaseException:
+        pass
+    for stream in (out, plain_out, err, plain_err):
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except BaseException:
+            if stream is out and status == 0:
+                status = 120
+    if status == -2:
+        import signal
+
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(status)
+
+
+def deliver(kind: int, data: bytes, value: int) -> None:
+    import ctypes
+    import struct
+
+    ctypes.memmove(value + 8, data, len(data))
+    ctypes.memmove(value, struct.pack("<II", kind, len(data)), 8)
+
+
+def start() -> NoReturn:
+    import builtins  # noqa: F401  (what `run` and `finish` need is imported here, once)
+    import ctypes  # noqa: F401
+    import importlib  # noqa: F401
+    import json  # noqa: F401
+    import linecache  # noqa: F401
+    import marshal  # noqa: F401
+    import signal  # noqa: F401
+    import struct  # noqa: F401
+    import threading  # noqa: F401
+    import traceback  # noqa: F401
+    import types  # noqa: F401
+
+    workdir = warm_up()
+    modules = frozenset(sys.modules)
+    run(serve(), workdir, modules)
+
+
+start()
