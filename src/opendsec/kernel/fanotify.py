@@ -26,6 +26,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from opendsec.kernel.syscalls import StrPath
+
     Buffer = bytes | bytearray | memoryview
 
 _METADATA = struct.Struct("=IBBHQii")  # struct fanotify_event_metadata
@@ -132,3 +134,22 @@ class Group:
         """Refuse every event that anybody has read and not answered, whose numbers are below `limit`: all a successor can do that does
         not know what they were. About 1 µs each."""
         return sum(self.deny(number) for number in range(limit))
+
+
+def can_watch(directory: StrPath) -> bool:
+    """Whether files in a directory can be marked: not every file system takes part (tmpfs does not)."""
+    try:
+        fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return False
+    try:
+        group = Group.create()
+        try:
+            group.mark(fd)
+        finally:
+            os.close(group.fd)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True

@@ -98,7 +98,18 @@ _TABLE: tuple[_Probe, ...] = (
         "cheap accounting with many snapshots",
         "classic quota groups, slower as snapshots grow in number",
     ),
-    _Probe("fanotify_pre_content", storage.fanotify_pre_content, "nothing yet (loading layers on demand)", NOTHING),
+    _Probe(
+        "fanotify_pre_content",
+        storage.fanotify_pre_content,
+        "loading layers when they are read, at no cost once they are here",
+        "layers are loaded through FUSE",
+    ),
+    _Probe(
+        "fuse",
+        storage.fuse_files,
+        "loading layers when they are read, where pre-content events are missing",
+        "without those too, layers are loaded whole before they are used",
+    ),
     _Probe("cgroup_limits", groups.cgroup_limits, "limits of memory, cpu and processes for each sandbox", "containers are refused"),
     _Probe(
         "cgroup_v2",

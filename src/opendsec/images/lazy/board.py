@@ -3,7 +3,8 @@
 
     0       header: who is what, as pids and as numbers in the shared descriptor table
     4096    what the kernel last wrote of waiting readers, raw
-    20480   a record for each descriptor number: nothing, a reader that waits, or a file that is kept
+    20480   a record for each descriptor number: nothing, a reader that waits, or a file that is kept. Requests of FUSE, which have no
+            descriptor, take numbers from the upper half.
 
 The kernel writes an event into the raw part and then expects an answer; `parsed` says whether its events have got their records yet. So
 at no moment is there a waiting reader that is in neither, and one in both is harmless: a second answer finds nobody.
@@ -18,15 +19,18 @@ from collections.abc import Iterator
 from opendsec.kernel.fanotify import Event, parse_events
 
 MAX_FDS = 16_384
+FIRST_ASKED = MAX_FDS // 2
+MAX_ASKED = MAX_FDS // 2
 RAW_BYTES = 16_384
 _RAW_AT = 4096
 _RECORDS_AT = _RAW_AT + RAW_BYTES
-_RECORD = struct.Struct("=IiQQ")
+_RECORD = struct.Struct("=IiQQQ")
+_FIRST = struct.Struct("=I")
 _WORD = struct.Struct("=q")
 
-NOTHING, WAITING, KEPT = 0, 1, 2
+NOTHING, WAITING, KEPT, ASKED = 0, 1, 2, 3
 
-_FIELDS = ("ending", "parsed", "loader_pid", "loader_pidfd", "senior_pidfd", "junior_pidfd", "raw_used", "adopted", "started")
+_FIELDS = ("ending", "parsed", "loader_pid", "loader_pidfd", "senior_pidfd", "junior_pidfd", "raw_used", "adopted", "started", "fuse")
 
 
 class Board:
@@ -34,7 +38,7 @@ class Board:
         self._map = mmap.mmap(-1, _RECORDS_AT + MAX_FDS * _RECORD.size)
         self._view = memoryview(self._map)
         self.raw = self._view[_RAW_AT : _RAW_AT + RAW_BYTES]
-        for field in ("loader_pidfd", "senior_pidfd", "junior_pidfd"):
+        for field in ("loader_pidfd", "senior_pidfd", "junior_pidfd", "fuse"):
             self.set(field, -1)
         self.set("parsed", 1)
 
@@ -68,7 +72,32 @@ class Board:
         """All who wait: for a successor, before it reads. An event may have been answered; it may not be closed."""
         if not self.get("parsed"):
             self.after_read(RAW_BYTES)
-        return [Event(fd, tid, offset, count) for fd, kind, tid, offset, count in self._all() if kind == WAITING]
+        return [Event(fd, tid, offset, count) for fd, kind, tid, offset, count, _ in self._all() if kind == WAITING]
+
+    # --- requests of FUSE ------------------------------------------------------------------------------------------
+
+    def received(self, used: int) -> None:
+        """A request was read into `raw`; it counts as there until `settled`."""
+        self.set("raw_used", used)
+
+    def settled(self) -> None:
+        """The request in `raw` was answered, or has a record."""
+        self.set("parsed", 1)
+
+    def unsettled(self) -> bool:
+        return not self.get("parsed") and bool(_FIRST.unpack_from(self._map, _RAW_AT)[0])
+
+    def put_asked(self, number: int, unique: int, node: int, offset: int, size: int) -> None:
+        self._put(FIRST_ASKED + number, ASKED, size, offset, node, unique)
+
+    def forget_asked(self, number: int) -> None:
+        self.forget(FIRST_ASKED + number)
+
+    def asked(self) -> list[tuple[int, int, int, int, int]]:
+        """(number, unique, node, offset, size) of requests that were not answered."""
+        return [(fd - FIRST_ASKED, unique, node, offset, size) for fd, kind, size, offset, node, unique in self._all() if kind == ASKED]
+
+    # --- descriptors -----------------------------------------------------------------------------------------------
 
     def keep(self, fd: int) -> None:
         """A successor is to have this descriptor too."""
@@ -79,17 +108,17 @@ class Board:
         self._put(fd, NOTHING, 0, 0, 0)
 
     def kept(self) -> list[int]:
-        return [fd for fd, kind, _, _, _ in self._all() if kind == KEPT]
+        return [fd for fd, kind, *_ in self._all() if kind == KEPT]
 
-    def _put(self, fd: int, kind: int, tid: int, offset: int, count: int) -> None:
+    def _put(self, fd: int, kind: int, tid: int, offset: int, count: int, extra: int = 0) -> None:
         if fd >= MAX_FDS:
             raise ValueError(f"descriptor {fd} is beyond the board")
         at = _RECORDS_AT + fd * _RECORD.size
         # The kind last: a record is seen whole or not at all.
-        _RECORD.pack_into(self._map, at, NOTHING, tid, offset, count)
+        _RECORD.pack_into(self._map, at, NOTHING, tid, offset, count, extra)
         struct.pack_into("=I", self._map, at, kind)
 
-    def _all(self) -> Iterator[tuple[int, int, int, int, int]]:
+    def _all(self) -> Iterator[tuple[int, int, int, int, int, int]]:
         for fd, record in enumerate(_RECORD.iter_unpack(self._view[_RECORDS_AT:])):
             if record[0] != NOTHING:
                 yield (fd, *record)

@@ -23,6 +23,7 @@ import msgspec
 from opendsec.api.errors import OpenDSecError, Unavailable, from_body
 from opendsec.images.lazy.protocol import MAX_LINE, Call, Event, Hello, Mechanism, Op, Reply, Stats, TraceEntries, encode
 from opendsec.kernel import features
+from opendsec.kernel.fanotify import can_watch
 
 SOCKET, LOCK, LOG = "loader.sock", "loader.lock", "loader.log"
 START_S = 30.0
@@ -46,22 +47,28 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     linger_s: float = 10.0
 
 
-def choose(asked: str = "auto") -> tuple[Mechanism, str]:
-    """The mechanism, and why. `asked`: auto, fanotify, fuse or eager. Raises Unavailable if that one does not work here. Probes fork:
-    call it before there are threads."""
+def choose(directory: Path, asked: str = "auto") -> tuple[Mechanism, str]:
+    """The mechanism for layers cached in `directory`, and why. `asked`: auto, fanotify, fuse or eager. Raises Unavailable if that one
+    does not work here. Probes fork: call it before there are threads."""
     if asked not in ("auto", "fanotify", "fuse", "eager"):
         raise Unavailable(f"{SETTING} must be auto, fanotify, fuse or eager, not {asked[:40]!r}")
+    if asked == "eager":
+        return "eager", "forced: layers are loaded whole before they are used"
     reasons: list[str] = []
     options: tuple[tuple[Mechanism, str], ...] = (("fanotify", "fanotify_pre_content"), ("fuse", "fuse"))
     for mechanism, feature in options:
-        if asked in ("auto", mechanism):
-            found = features.probe(feature)
-            if found.present:
-                return mechanism, "; ".join((*reasons, "forced" if asked == mechanism else "the best that this machine has"))
+        if asked not in ("auto", mechanism):
+            continue
+        found = features.probe(feature)
+        if not found.present:
             reasons.append(f"{feature}: {found.reason}")
-            if asked == mechanism:
-                raise Unavailable(f"{SETTING}={asked}, but this machine cannot: {reasons[-1]}")
-    return "eager", "; ".join((*reasons, "forced")) if asked == "eager" else "; ".join(reasons)
+        elif mechanism == "fanotify" and not can_watch(directory):
+            reasons.append(f"{feature}: not on the file system of {directory}")
+        else:
+            return mechanism, "forced" if asked == mechanism else "; ".join(reasons) or "the best there is"
+    if asked != "auto":
+        raise Unavailable(f"{SETTING}={asked}, but this machine cannot: {reasons[-1]}")
+    return "eager", "; ".join(reasons)
 
 
 class Connection:

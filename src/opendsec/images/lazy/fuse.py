@@ -1,17 +1,176 @@
 # SPDX-License-Identifier: Apache-2.0
-"""placeholder"""
+"""Where the kernel has no pre-content events: the data files as files of a FUSE file system, which is attached nowhere.
+
+    <the file system>/sha256-<hex>, /view-…     by the names of their directories in the cache
+
+EROFS mounts such a file as it would the sparse one, and what the page cache has costs nothing, but every first read copies once more. The
+device is in the descriptor table that the family shares, and requests are on its board, so a loader may be killed here too. A whole
+family's death makes reads fail; it never makes holes.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import hashlib
+import os
+import select
+import threading
 from collections.abc import Callable
 
+from opendsec.images.lazy.board import MAX_ASKED, Board
 from opendsec.images.lazy.cache import CachedLayer
 from opendsec.images.lazy.engine import Engine
-from opendsec.images.lazy.registry import Registry
+from opendsec.images.lazy.watch import READ_AHEAD
+from opendsec.kernel import fuse, procfs
+from opendsec.kernel.fuse import Request
 
 
 class FuseFiles:
-    def __init__(self, registry: Registry, engine: Callable[[CachedLayer], Engine]) -> None: ...
-    def start(self) -> None: ...
+    def __init__(self, board: Board, engine: Callable[[CachedLayer], Engine]) -> None:
+        self._board, self._engine = board, engine
+        self._loop = asyncio.get_running_loop()
+        self._nodes: dict[int, CachedLayer] = {}
+        self._asked: dict[int, int] = {}  # number on the board → 0, while it is taken
+        self._lock = threading.Lock()
+        self._device = self._mount = -1
+        self.events = self.misses = 0
+
+    def add(self, layer: CachedLayer) -> None:
+        self._nodes[node_of(layer)] = layer
+
+    def remove(self, layer: CachedLayer) -> None:
+        self._nodes.pop(node_of(layer), None)
+
     def path(self, layer: CachedLayer) -> str:
-        return ""
+        """Of its file, for as long as this process lives; what is mounted by then stays."""
+        return procfs.path_of(os.getpid(), "fd", str(self._mount), layer.directory.name)
+
+    def start(self) -> None:
+        """Mount, or go on with what a predecessor had mounted."""
+        kept = self._board.get("fuse")
+        if kept >= 0:
+            self._device, self._mount = kept & 0xFFFF, kept >> 16
+            for layer in self._nodes.values():
+                layer.opens = 1 << 20  # who has it open is not known any more
+            if self._board.unsettled():
+                self._handle(Request(self._board.raw))
+            for number, unique, node, offset, size in self._board.asked():
+                self._asked[number] = 0
+                self._read(number, unique, node, offset, size)
+        else:
+            self._device = fuse.open_device()
+            self._mount = fuse.mount(self._device)
+            self._board.keep(self._device)
+            self._board.keep(self._mount)
+            self._board.set("fuse", self._device | self._mount << 16)
+        threading.Thread(target=self._run, name="fuse", daemon=True).start()
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._device, select.POLLIN)
+        while True:
+            poll.poll()
+            try:
+                used = fuse.receive(self._device, self._board.before_read())
+            except OSError:
+                return  # ENODEV: unmounted, by whomever
+            if used:
+                self._board.received(used)
+                self._handle(Request(self._board.raw))
+            self._board.settled()
+
+    def _handle(self, request: Request) -> None:
+        device, unique, node = self._device, request.unique, request.node
+        layer = self._nodes.get(node)
+        if request.opcode in fuse.SILENT:
+            return
+        if request.opcode == fuse.INIT:
+            fuse.reply(device, unique, fuse.init_answer(request))
+        elif request.opcode == fuse.GETATTR and (node == fuse.ROOT or layer is not None):
+            fuse.reply(device, unique, fuse.attributes(node, None if layer is None else layer.table.data_bytes))
+        elif request.opcode == fuse.LOOKUP and (found := self._named(request.name())) is not None:
+            fuse.reply(device, unique, fuse.entry(node_of(found), found.table.data_bytes))
+        elif request.opcode == fuse.OPEN and layer is not None:
+            layer.opens += 1
+            fuse.reply(device, unique, fuse.opened())
+        elif request.opcode == fuse.READ:
+            with self._lock:
+                number = next((number for number in range(MAX_ASKED) if number not in self._asked), -1)
+                self._asked[number] = 0
+            if number < 0:
+                fuse.refuse(device, unique, errno.EAGAIN)
+                return
+            self._board.put_asked(number, unique, node, *request.read())
+            self._read(number, unique, node, *request.read())
+        elif request.opcode == fuse.RELEASE:
+            if layer is not None:
+                layer.opens = max(0, layer.opens - 1)
+            fuse.reply(device, unique)
+        elif request.opcode in (fuse.OPENDIR, fuse.RELEASEDIR, fuse.READDIR, fuse.FLUSH):
+            fuse.reply(device, unique, fuse.opened() if request.opcode == fuse.OPENDIR else b"")
+        elif request.opcode == fuse.STATFS:
+            fuse.reply(device, unique, fuse.statfs())
+        else:
+            unknown = request.opcode in (fuse.LOOKUP, fuse.GETATTR, fuse.OPEN)
+            fuse.refuse(device, unique, errno.ENOENT if unknown else errno.ENOSYS)
+
+    def _named(self, name: bytes) -> CachedLayer | None:
+        return self._nodes.get(_node(os.fsdecode(name)))
+
+    def _read(self, number: int, unique: int, node: int, offset: int, size: int) -> None:
+        self.events += 1
+        layer = self._nodes.get(node)
+        if layer is None:
+            self._answer(number, unique, errno.EIO, b"")
+            return
+        chunks = layer.table.covering(offset, size)
+        if layer.trace is not None:
+            layer.note_touch(chunks)
+        ahead = range(0)
+        if layer.readahead is not None and chunks and not layer.complete:
+            with layer.lock:
+                ahead = layer.readahead.note(chunks.start, chunks.stop - 1)
+        if not self._try(layer, number, unique, offset, size, chunks):
+            self.misses += 1
+            self._loop.call_soon_threadsafe(self._miss, layer, number, unique, offset, size, chunks)
+        if ahead:
+            entries = [(chunk, READ_AHEAD) for chunk in ahead]
+            self._loop.call_soon_threadsafe(self._engine(layer).prefetch, layer, entries)
+
+    def _try(self, layer: CachedLayer, number: int, unique: int, offset: int, size: int, chunks: range) -> bool:
+        # Read by this very thread, so nothing is dropped that it is still to read: see `CachedLayer.drop`.
+        if not layer.try_pass(threading.get_native_id(), chunks):
+            return False
+        data = os.pread(layer.fd, max(0, min(size, layer.table.data_bytes - offset)), offset)
+        if layer.missing(chunks):
+            return False  # dropped meanwhile
+        self._answer(number, unique, 0, data)
+        return True
+
+    def _miss(self, layer: CachedLayer, number: int, unique: int, offset: int, size: int, chunks: range) -> None:
+        def done(error: int) -> None:
+            if error:
+                self._answer(number, unique, error, b"")
+            elif not self._try(layer, number, unique, offset, size, chunks):
+                self._miss(layer, number, unique, offset, size, chunks)
+
+        self._engine(layer).want(layer, chunks, done)
+
+    def _answer(self, number: int, unique: int, error: int, data: bytes) -> None:
+        if error:
+            fuse.refuse(self._device, unique, error)
+        else:
+            fuse.reply(self._device, unique, data)
+        self._board.forget_asked(number)
+        with self._lock:
+            self._asked.pop(number, None)
+
+
+def node_of(layer: CachedLayer) -> int:
+    return _node(layer.directory.name)
+
+
+def _node(name: str) -> int:
+    """The same for every loader, and never the root's."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7]) | 2

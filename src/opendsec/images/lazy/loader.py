@@ -93,7 +93,10 @@ def _sweep(family: Family) -> dict[Key, int]:
             with contextlib.suppress(OSError):
                 os.close(fd)
     found = {}
+    kept_fuse = board.get("fuse")
     for fd in kept:
+        if kept_fuse >= 0 and fd in (kept_fuse & 0xFFFF, kept_fuse >> 16):
+            continue  # asking about our own file system would be asking ourselves
         status = os.fstat(fd)
         found[status.st_dev, status.st_ino] = fd
     return found
@@ -172,8 +175,11 @@ class Loader:
             if not watched:
                 self.lost = await self._pool_run(lambda: tuple(layer.digest for layer in suspects if not _whole(layer)))
         elif self.job.mechanism == "fuse":
-            self.fuse = FuseFiles(self.registry, self.engine_of)
+            self.fuse = FuseFiles(board, self.engine_of)
+            for layer in self.registry.all():
+                self.fuse.add(layer)
             self.fuse.start()
+            self.registry.on_change = (self.fuse.add, self.fuse.remove)
         board.set("started", 1)
         for layer in self.registry.all():
             if layer.upstream is None and not layer.complete and ABSENT not in layer.map.states:

@@ -14,7 +14,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from opendsec.api.errors import Internal, InvalidRequest, NotFound, OpenDSecError
@@ -33,6 +33,8 @@ from opendsec.kernel.fanotify import Group
 _TRACE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 _VIEW = re.compile(r"view-([a-z0-9][a-z0-9_-]{0,63})--(sha256-[0-9a-f]{64})")
 
+Change = Callable[[CachedLayer], None]
+
 
 class Registry:
     def __init__(self, root: Path, group: Group | None, board: Board) -> None:
@@ -42,6 +44,7 @@ class Registry:
         self._boot_id = procfs.boot_id()
         self.layers: dict[str, CachedLayer] = {}  # by digest
         self.views: dict[tuple[str, str], CachedLayer] = {}  # by trace and digest
+        self.on_change: tuple[Change, Change] = (_nothing, _nothing)  # called with a layer that came, or is about to go
         self._indexed: set[str] = set()
         self.by_key: dict[Key, CachedLayer] = {}
 
@@ -122,6 +125,7 @@ class Registry:
     def _added(self, layer: CachedLayer) -> None:
         self.by_key[layer.key] = layer
         self._board.keep(layer.fd)
+        self.on_change[0](layer)
         if layer.complete and layer.upstream is None:
             layer.was_unmarked = True
         else:
@@ -165,6 +169,7 @@ class Registry:
         self.by_key.pop(layer.key, None)
         if self._group is not None:
             self._group.unmark(layer.fd)
+        self.on_change[1](layer)
         self._board.forget(layer.fd)
         layer.close()
         if remove:
@@ -178,6 +183,10 @@ class Registry:
             return self.views[trace, digest]
         except KeyError:
             raise NotFound(f"no trace {trace[:64]!r} of layer {digest[:19]} is being recorded", field="trace") from None
+
+
+def _nothing(layer: CachedLayer) -> None:
+    pass
 
 
 def _origin(directory: Path) -> Origin | None:

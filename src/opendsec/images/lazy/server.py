@@ -152,7 +152,7 @@ class Server:
 
     def _stats(self) -> Stats:
         loader = self._loader
-        watch = loader.watch
+        watch = loader.watch or loader.fuse
         return Stats(
             layers=tuple(
                 LayerStats(

@@ -12,10 +12,10 @@ import signal
 import struct
 import subprocess
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from opendsec.kernel import abi, btrfs, fds, loop, mounts, namespaces, syscalls
+from opendsec.kernel import abi, btrfs, fds, fuse, loop, mounts, namespaces, procfs, syscalls
 from opendsec.kernel.probes.tools import Missing, closing, need
 
 # Two images of a directory with one file, "probe", that holds "opendsec": all in one, and with the data apart.
@@ -204,3 +204,59 @@ def fanotify_pre_content(scratch: str) -> str:
             _, status = os.waitpid(pid, 0)
     need(answered and status == 0, "a read of the file asked nobody")
     return ""
+
+
+def fuse_files(scratch: str) -> str:
+    """A child mounts EROFS with its data from a FUSE file that we serve."""
+    _, meta, data = write_erofs(scratch)
+    with open(data, "rb") as file:
+        content = file.read()
+    device = fuse.open_device()
+    with closing(device), closing(fuse.mount(device)) as mount:
+
+        def reader() -> None:
+            with closing(mounts.mount_erofs(meta, f"{procfs.fd_path(mount)}/data")) as erofs_mount:
+                need(read_at(erofs_mount, "probe") == CONTENT, "the file reads wrongly")
+
+        pid = os.fork()
+        if pid == 0:
+            try:
+                reader()
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        buffer, status = bytearray(fuse.REQUEST_BYTES), 0
+        try:
+            poller = select.poll()
+            poller.register(device, select.POLLIN)
+            with closing(syscalls.pidfd_open(pid)) as pidfd:
+                poller.register(pidfd, select.POLLIN)
+                while (ready := dict(poller.poll(5000))) and pidfd not in ready:
+                    if fuse.receive(device, buffer):
+                        _serve_fuse(device, fuse.Request(buffer), content)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            # Its mount lets go of the file when it ends, and asks for that.
+            while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0:
+                if fuse.receive(device, buffer):
+                    _serve_fuse(device, fuse.Request(buffer), content)
+                select.select([device], [], [], 0.01)
+            status = ended[1]
+    need(status == 0, "a file of it cannot be mounted from")
+    return ""
+
+
+def _serve_fuse(device: int, request: fuse.Request, content: bytes) -> None:
+    node = 2
+    answers: dict[int, Callable[[], bytes]] = {
+        fuse.LOOKUP: lambda: fuse.entry(node, len(content)),
+        fuse.GETATTR: lambda: fuse.attributes(request.node, None if request.node == fuse.ROOT else len(content)),
+        fuse.OPEN: fuse.opened,
+        fuse.READ: lambda: content[request.read()[0] :][: request.read()[1]],
+        fuse.RELEASE: lambda: b"",
+        fuse.INIT: lambda: fuse.init_answer(request),
+    }
+    if request.opcode in answers:
+        fuse.reply(device, request.unique, answers[request.opcode]())
+    elif request.opcode not in fuse.SILENT:
+        fuse.refuse(device, request.unique, errno.ENOSYS)
