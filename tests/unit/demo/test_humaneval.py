@@ -6,9 +6,11 @@ import json
 import zipfile
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from examples.demo.humaneval import PROBLEM_COUNT, Problem, load_problems, mutate, program, tasks
+from examples.demo.humaneval import PROBLEM_COUNT, Problem, calls, load_problems, mutate, program, tasks
+from opendsec.client.judge_tasks import read_tasks
 
 Value = bool | int | float | complex | str | list[int] | tuple[int, ...] | dict[str, int] | set[int] | None
 
@@ -109,3 +111,14 @@ def test_load_problems_wants_all_of_them(tmp_path: Path) -> None:
     assert [problem.task_id for problem in problems] == [f"HumanEval/{number}" for number in range(PROBLEM_COUNT)]
     with pytest.raises(ValueError, match="163 problems, not 164"):
         load_problems(_data(tmp_path / "short.whl", PROBLEM_COUNT - 1))
+
+
+def test_calls_are_lines_for_the_judge() -> None:
+    lines = [msgspec.json.encode(line) for line in calls([_problem(4)], pool="p")]
+    read = list(read_tasks(lines))
+    assert [(one.task.id, one.expect, one.task.pool) for one in read] == [
+        ("humaneval/4/canonical", "pass", "p"),
+        ("humaneval/4/mutant", "fail", "p"),
+    ]
+    assert read[0].task.source == program(_problem(4), _problem(4).solution)
+    assert [(test.name, test.expected) for test in read[0].task.tests] == [("check", None)]
