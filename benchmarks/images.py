@@ -12,13 +12,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +35,6 @@ LATENCY_MS, RATE_MBIT = 20, 1000
 MIB = 1 << 20
 COMMAND = ["python3", "-c", "import json"]
 SMALL = {"memory": "64MiB", "disk": "16MiB"}
-TRACED = f"{LARGE}-traced"
 
 
 @dataclass(frozen=True)
@@ -49,32 +49,28 @@ class Start:
 # --- cold starts ------------------------------------------------------------------------------------------------------
 
 
-async def publish(remote: Path) -> None:
-    """Push the image to the store, once without and once with a trace; what is there stays."""
-    done = remote / "published"
-    if done.exists():
+async def publish(remote: Path, traced: Path) -> None:
+    """Push the image to a store, and to another one with the trace of a start beside it, as its builder would. Both are kept."""
+    if (traced / "published").exists():
         return
-    remote.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(remote, ignore_errors=True)
+    shutil.rmtree(traced, ignore_errors=True)
+    remote.mkdir(parents=True)
     async with edge(large_store(), ["--scratch-size", "1GiB"], store=stores(remote, writable=True)) as (client, _):
         await client.images.push(LARGE, f"store:{STORE}/{LARGE}")
-    done.touch()
-
-
-async def record(remote: Path, traced: Path, url: str) -> None:
-    """The same store with the trace of a start beside the image: what a builder would ship."""
-    subprocess.run(["cp", "-r", "--reflink=auto", "--link", str(remote), str(traced)], check=True)
-    async with edge(None, ["--scratch-size", "1GiB"], store=stores(traced, writable=True)) as (client, _):
-        await client.images.pull(f"store:{STORE}/{LARGE}")
+    subprocess.run(["cp", "-r", "--link", str(remote), str(traced)], check=True)
+    async with edge(large_store(), ["--scratch-size", "1GiB"], store=stores(traced, writable=True)) as (client, _):
         await client.images.trace(LARGE, COMMAND)
         await client.images.push(LARGE, f"store:{STORE}/{LARGE}")
+    (traced / "published").touch()
 
 
-async def cold_start(web: Nginx, image: str = LARGE) -> Start:
+async def cold_start(web: Nginx) -> Start:
     async with edge(None, ["--scratch-size", "1GiB"], store=stores(web.url)) as (client, _):
-        await client.images.pull(f"store:{STORE}/{image}")
+        await client.images.pull(f"store:{STORE}/{LARGE}")
         before = web.counts().sent_bytes
         began = time.perf_counter()
-        box = await client.create(od.Container(image=image))
+        box = await client.create(od.Container(image=LARGE))
         created = time.perf_counter()
         await box.run(COMMAND, check=True)
         took = time.perf_counter() - began
@@ -91,17 +87,14 @@ async def whole_pull(web: Nginx) -> float:
         return time.perf_counter() - began
 
 
-async def starts(report: Report, remote: Path, rounds: int) -> None:
+async def starts(report: Report, remote: Path, traced_remote: Path, rounds: int) -> None:
     image_bytes = sum(file.stat().st_size for file in large_store().glob("layers/*/*.[be]*"))
     report.note("images.large.size", image_bytes / (1 << 30), "GiB")
-    with tempfile.TemporaryDirectory(dir=remote.parent) as folder:
-        with nginx_server(remote, latency_ms=LATENCY_MS, rate_mbit=RATE_MBIT) as web:
-            cold = [await cold_start(web) for _ in range(rounds)]
-            whole_s = await whole_pull(web)
-        traced_remote = Path(folder) / "traced"
-        await record(remote, traced_remote, web.url)
-        with nginx_server(traced_remote, latency_ms=LATENCY_MS, rate_mbit=RATE_MBIT) as web:
-            traced = [await cold_start(web) for _ in range(rounds)]
+    with nginx_server(remote, latency_ms=LATENCY_MS, rate_mbit=RATE_MBIT) as web:
+        cold = [await cold_start(web) for _ in range(rounds)]
+        whole_s = await whole_pull(web)
+    with nginx_server(traced_remote, latency_ms=LATENCY_MS, rate_mbit=RATE_MBIT) as web:
+        traced = [await cold_start(web) for _ in range(rounds)]
     report.distribution("images.cold", [one.seconds * 1000 for one in cold])
     report.distribution("images.traced", [one.seconds * 1000 for one in traced])
     report.note("images.whole_pull", whole_s, "s")
@@ -179,7 +172,7 @@ class Reader:
     """The program above in a sandbox: rates of reading what is in the page cache."""
 
     def __init__(self, box: od.Sandbox) -> None:
-        self._box = box
+        self._box, self._text = box, ""
 
     async def start(self) -> None:
         self._process = await self._box.start(["python3", "-u", "-c", READER], stdin_stream=True)
@@ -192,8 +185,11 @@ class Reader:
 
     async def _line(self) -> str:
         async for event in self._events:
-            if event.kind == "output":
-                return event.text
+            self._text += event.text if event.kind == "output" else ""
+            line, newline, rest = self._text.partition("\n")
+            if newline:
+                self._text = rest
+                return line
             if event.kind == "exit":
                 raise RuntimeError(f"the reader ended: {event}")
         raise RuntimeError("the reader ended")
@@ -322,19 +318,19 @@ async def upgrade(report: Report, client: od.Client, folder: Path, count: int) -
 # --- packing ----------------------------------------------------------------------------------------------------------
 
 
-async def pack(report: Report, rounds: int) -> None:
-    """1 GiB in the upper, and a process that counts on while its sandbox is packed."""
+async def pack(report: Report, rounds: int, mib: int = 1024) -> None:
+    """So much in the upper of a sandbox that is packed again and again."""
     frozen, took = [], []
     arguments = ["--scratch-driver", "btrfs", "--scratch-size", "4GiB"]
     async with edge(base_store(), arguments) as (client, _):  # noqa: SIM117 (reads better so)
         async with await client.create(od.Container(image=BASE, memory="1GiB", disk="3GiB")) as box:
-            await box.run("dd if=/dev/urandom of=/root/big bs=1M count=1024 2>/dev/null; sync", timeout_s=120, check=True)
+            await box.run(f"dd if=/dev/urandom of=/root/big bs=1M count={mib} 2>/dev/null; sync", timeout_s=120, check=True)
             for number in range(rounds):
                 began = time.perf_counter()
                 packed = await box.pack(f"big@{number}")
                 took.append(time.perf_counter() - began)
                 frozen.append(packed.frozen_ms)
-                if packed.layer.data_bytes < 1 << 30:
+                if packed.layer.data_bytes < mib << 20:
                     raise RuntimeError(f"not all was packed: {packed.layer}")
     report.note("images.pack.took", percentile(took, 0.5), "s")
     report.add("images.pack.frozen", max(frozen))
@@ -349,21 +345,22 @@ async def measure(*, quick: bool, only: Sequence[str]) -> Report:
     report = Report(
         "images", {"nginx": _version("nginx", "-v"), "tar": _version("tar", "--version"), "skopeo": _version("skopeo", "--version")}
     )
-    remote = large_store().parent / f"{large_store().name}-remote"
-    await publish(remote)
+    kept = large_store()
+    remote, traced = (kept.parent / f"{kept.name}-{what}" for what in ("remote", "traced"))
+    await publish(remote, traced)
     with tempfile.TemporaryDirectory(prefix="dsec-bench-", dir="/var/tmp") as folder:
-        parts = {
-            "starts": lambda: starts(report, remote, 1 if quick else 5),
+        parts: dict[str, Callable[[], Awaitable[None]]] = {
+            "starts": lambda: starts(report, remote, traced, 1 if quick else 5),
             "burst": lambda: burst(report, remote),
             "warm": lambda: warm(report, remote, 5 if quick else 15),
             "compose": lambda: compose(
                 report, Path(folder), workspaces=10 if quick else 100, boxes=12 if quick else 20, rounds=30 if quick else 200
             ),
-            "pack": lambda: pack(report, 1 if quick else 3),
+            "pack": lambda: pack(report, 1, 128) if quick else pack(report, 3),
             "task": lambda: images_task.task(report, remote, Path(folder), quick=quick),
         }
         for name, part in parts.items():
-            if not only or name in only:
+            if name in only or not (only or (quick and name == "task")):
                 await part()
     return report
 
