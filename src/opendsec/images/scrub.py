@@ -129,8 +129,8 @@ class Scrub(msgspec.Struct, frozen=True, kw_only=True):
 class Matcher:
     """Compiled. Paths are absolute bytes."""
 
-    def __init__(self, scrub: Scrub) -> None:
-        self._rules = [(rule, _union(rule.patterns)) for rule in RULES] if scrub.rules else []
+    def __init__(self, scrub: Scrub, rules: Sequence[Rule] = RULES) -> None:
+        self._rules = [(rule, _union(rule.patterns)) for rule in rules] if scrub.rules else []
         if scrub.more:
             more = Rule("scrub.asked", scrub.more, "asked for")
             self._rules.append((more, _union(more.patterns)))
