@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read-ahead: what will probably be asked for next of one layer. Pure.
 
-Several sequential readers of one file are told apart as streams. A stream starts with nothing: most reads of a cold image are of small
-files here and there, and what is loaded in vain costs more than a wait. Each further read that goes on where the stream stands doubles
-its window.
+Several sequential readers of one file are told apart as streams. A stream is never ahead by more than half of what it has read: most
+reads of a cold image are of small files here and there, and what is loaded in vain is to stay below half of what is used.
 """
 
 from __future__ import annotations
 
-FIRST, LARGEST = 2, 64  # chunks
+LARGEST = 64  # chunks
 STREAMS = 16
 
 
 class _Stream:
-    __slots__ = ("ahead", "next", "window")
+    __slots__ = ("ahead", "first", "next")
 
-    def __init__(self, following: int) -> None:
+    def __init__(self, first: int, following: int) -> None:
+        self.first = first
         self.next = following  # chunk that a sequential reader reads next
         self.ahead = following  # chunk up to which (excluded) has been asked for
-        self.window = 0
 
 
 class ReadAhead:
@@ -34,7 +33,7 @@ class ReadAhead:
                 return self._go_on(stream, last)
         if len(self._streams) >= STREAMS:
             del self._streams[0]
-        self._streams.append(_Stream(last + 1))
+        self._streams.append(_Stream(first, last + 1))
         return range(0)
 
     def _go_on(self, stream: _Stream, last: int) -> range:
@@ -43,10 +42,10 @@ class ReadAhead:
         if last < stream.next:
             return range(0)  # the same chunk again
         stream.next = last + 1
-        # Half of the window used up, then the next one: the reader never waits for the start of a request.
-        if stream.ahead - stream.next > stream.window // 2:
+        window = min((stream.next - stream.first) // 2, self._largest)
+        # Not before half of the window is used up: few requests for much, and the next is under way before the reader needs it.
+        if stream.ahead - stream.next > window // 2:
             return range(0)
-        stream.window = min(max(FIRST, stream.window * 2), self._largest)
         start = max(stream.next, stream.ahead)
-        stream.ahead = min(self._count, max(start, stream.next + stream.window))
+        stream.ahead = min(self._count, max(start, stream.next + window))
         return range(start, stream.ahead)
