@@ -12,6 +12,8 @@ from opendsec.api.errors import InvalidRequest, Unavailable
 from opendsec.api.sandboxes import Capabilities, Feature
 from opendsec.edge.admission import Policy
 from opendsec.edge.config import BadSettings, Settings
+from opendsec.edge.fn import languages
+from opendsec.edge.fn.languages import Languages
 from opendsec.edge.fn.parts import FnParts
 from opendsec.edge.loading import Loading, feature
 from opendsec.edge.log import Log
@@ -25,6 +27,7 @@ from opendsec.images.store import ImageStore
 from opendsec.kernel import features, procfs
 from opendsec.runtime.backend import Backend
 from opendsec.runtime.container.backend import NAME, NEEDED, ContainerBackend, capabilities
+from opendsec.runtime.fncall.backend import FnMembers
 from opendsec.runtime.scratch import ScratchSettings, choose
 
 
@@ -106,8 +109,19 @@ async def assemble(settings: Settings, edge_id: str, log: Log) -> Parts:
         features=(*found, feature(mechanism, why)),
         stores=stores,
         loading=loading,
+        fn=FnParts(
+            backend=FnMembers(backend), languages=load_languages(settings), members=settings.fn_members, cache_bytes=settings.fn_cache
+        ),
         close=close,
     )
+
+
+def load_languages(settings: Settings) -> Languages:
+    """The definitions of languages, the operator's among them. Raises BadSettings."""
+    try:
+        return languages.load(settings.fn_languages, settings.fn_images)
+    except ValueError as error:
+        raise BadSettings(f"--fn-languages, --fn-images: {error}") from None
 
 
 def mechanism_of(settings: Settings) -> tuple[Mechanism, str]:

@@ -37,6 +37,7 @@ class Serving(NamedTuple):
 
     node: Node
     tcp_port: int | None
+    functions: Functions
 
 
 async def serve(settings: Settings, log: Log, assembling: Assemble, *, stop: asyncio.Event, ready: Callable[[Serving], None]) -> None:
@@ -97,7 +98,7 @@ async def serve(settings: Settings, log: Log, assembling: Assemble, *, stop: asy
             log.info("edge.listening", host=settings.tcp[0], port=port)
         await unix.open_unix(settings.socket)
         log.info("edge.ready", edge_id=edge_id, socket=str(settings.socket), pid=os.getpid(), sandboxes=node.info().sandboxes)
-        ready(Serving(node, port))
+        ready(Serving(node, port, functions))
         await stop.wait()
         log.info("edge.stopping", edge_id=edge_id)
 

@@ -13,6 +13,7 @@ import httpx
 from opendsec.edge import config
 from opendsec.edge.assemble import Parts
 from opendsec.edge.config import Settings
+from opendsec.edge.fn.routes import Functions
 from opendsec.edge.listen import locked
 from opendsec.edge.log import Log, NullLog
 from opendsec.edge.node import Node
@@ -41,6 +42,7 @@ class LocalEdge:
         self.directory = directory
         self.machine = machine or FakeMachine(directory / "machine")
         self.node: Node | None = None
+        self.functions: Functions | None = None
         self.tcp_url = ""
         self._assembling = assembling or self._fakes
         self._log = log or NullLog()
@@ -73,8 +75,9 @@ class LocalEdge:
         await asyncio.wait((self._task, ready), return_when=asyncio.FIRST_COMPLETED)
         if not ready.done():
             self._task.result()
-        self.node, port = ready.result()
-        self.tcp_url = f"http://127.0.0.1:{port}"
+        serving = ready.result()
+        self.node, self.functions = serving.node, serving.functions
+        self.tcp_url = f"http://127.0.0.1:{serving.tcp_port}"
 
     async def stop(self) -> None:
         """As SIGTERM does: sandboxes stay."""

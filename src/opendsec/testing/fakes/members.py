@@ -256,7 +256,7 @@ class _Watched:
             child.stderr.close()
         code = os.waitstatus_to_exitcode(status)
         cpu_ms = (used.ru_utime + used.ru_stime) * 1000
-        by_cpu = code in (-signal.SIGXCPU, -signal.SIGKILL) and cpu_ms >= job.limits.cpu_time_s * 1000
+        by_cpu = code == -signal.SIGXCPU
         out, err = pipes
         return Ended(
             code=code if code >= 0 else None,
@@ -310,7 +310,7 @@ def _spec(plan: MemberPlan, job: Job, control: Path) -> dict[str, object]:
 
 def _limit(job: Job) -> None:
     seconds = max(1, int(job.limits.cpu_time_s))
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (job.limits.disk_bytes, job.limits.disk_bytes))
 
