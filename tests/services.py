@@ -83,6 +83,7 @@ class Request:
     sent: int = 0
     status: int = 0
     authorization: str = ""
+    answered: bool = False
 
 
 class Gate:
@@ -189,13 +190,14 @@ class FaultServer:
     def wait_requests(self, count: int, match: str = "", timeout_s: float = 30) -> None:
         """Until so many requests for paths with `match` in them have been answered."""
         with self._changed:
-            found = self._changed.wait_for(lambda: sum(match in request.path for request in self.requests) >= count, timeout_s)
+            found = self._changed.wait_for(lambda: sum(r.answered and match in r.path for r in self.requests) >= count, timeout_s)
         assert found, f"{len(self.requests)} requests came"
 
     # --- for the handler -------------------------------------------------------------------------------------------
 
     def arrive(self, request: Request) -> Fault | None:
         with self._changed:
+            self.requests.append(request)  # now, since the client may go on as soon as it has the answer
             self._active += 1
             self.most_at_once = max(self.most_at_once, self._active)
             gate = next((gate for gate in self._gates if gate.match in request.path), None)
@@ -214,7 +216,7 @@ class FaultServer:
     def leave(self, request: Request) -> None:
         with self._changed:
             self._active -= 1
-            self.requests.append(request)
+            request.answered = True
             self._changed.notify_all()
 
     def stay(self) -> None:
@@ -360,9 +362,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if wrong:
                 block[len(block) // 2] ^= 1
                 wrong = False
-            self.wfile.write(block)
             at += len(block)
-            request.sent += len(block)
+            request.sent += len(block)  # before, since the client may look as soon as it has it
+            self.wfile.write(block)
 
 
 # --- S3 ------------------------------------------------------------------------------------------------------------

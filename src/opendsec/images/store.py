@@ -262,6 +262,11 @@ class ImageStore:
             folder.mkdir(exist_ok=True)
             records.write_bytes(folder / name, data, temporary=self._temporary)
 
+    def drop_partial(self) -> None:
+        """Remove what pulls that were cut short have left to go on from."""
+        for path in _idle_files(self.partial):
+            path.unlink(missing_ok=True)
+
     def add_data(self, digest: str, path: Path) -> None:
         """Make a finished file the data of a layer whose data was elsewhere. Its chunks must have been checked. Raises NotFound,
         Internal."""

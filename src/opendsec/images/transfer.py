@@ -59,7 +59,7 @@ async def push_image(
     ref = await _thread(store.image, image)
     name = names.check_image_name(name or image, "reference")
     meter = _Meter(progress, "pushing", "layers")
-    with _told("reference"):
+    with _told("reference", store):
         await each(dict.fromkeys(ref.layers), partial(_push_layer, store, remote, meter, stores), at_once=_AT_ONCE)
         traces: list[TraceFile] = []
         for digest in dict.fromkeys(ref.layers):
@@ -84,7 +84,7 @@ async def pull_image(
     """Make the remote store's `image` one of this store, called `name` here ("" = the same). `stores`: for layers that are here with
     their data in another store than this. Raises InvalidRequest, NotFound, Conflict, Unavailable, Internal."""
     name = names.check_image_name(name or image, "name")
-    with _told("reference"):
+    with _told("reference", store):
         ref = await _image_record(remote, image)
         for tries_left in reversed(range(_TRIES)):
             meter = _Meter(progress, "pulling", "layers")
@@ -280,7 +280,7 @@ async def _fetch_layer(store: ImageStore, digest: str, remote: RemoteStore, mete
 
 @contextlib.asynccontextmanager
 async def _partial(store: ImageStore, record: LayerRecord) -> AsyncIterator[tuple[int, Path]]:
-    """A file for the data, with what an earlier pull has left in it. It stays if this one is cut short, but not on a full disk."""
+    """A file for the data, with what an earlier pull has left in it. It stays if this one is cut short."""
     path = store.partial / f"{layers.directory_name(record.digest)}.{layout.packing(record)}"
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -294,10 +294,6 @@ async def _partial(store: ImageStore, record: LayerRecord) -> AsyncIterator[tupl
         os.close(fd)  # who had it has finished it and moved it away
     try:
         yield fd, path
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            path.unlink(missing_ok=True)
-        raise
     finally:
         os.close(fd)
 
@@ -358,7 +354,7 @@ async def _thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 @contextlib.contextmanager
-def _told(field: str) -> Iterator[None]:
+def _told(field: str, store: ImageStore) -> Iterator[None]:
     """Errors of stores and of the disk, as the caller of the edge is to see them."""
     try:
         yield
@@ -367,6 +363,7 @@ def _told(field: str) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
+        store.drop_partial()  # the last thing a full disk needs
         raise Unavailable("no space left on this machine for the image", data={"kind": "full"}) from None
 
 
