@@ -36,6 +36,9 @@ from opendsec.images import names
 from opendsec.images.build import build, check
 from opendsec.images.lazy.client import Loader
 from opendsec.images.lazy.protocol import LayerStats
+from opendsec.images.lint import lint
+from opendsec.images.oci.pull import pull as oci_pull
+from opendsec.images.oci.push import push as oci_push
 from opendsec.images.remote.config import Stores
 from opendsec.images.store import GRACE_S, ImageStore, Resolved
 from opendsec.images.transfer import pull_image, push_image
@@ -146,8 +149,6 @@ class Catalog:
     async def lint(self, name: str, packages: tuple[str, ...]) -> LintReport:
         """What an image or a layer holds that would give an answer away."""
         await self._digests(name)
-        from opendsec.images.lint import lint
-
         return await asyncio.to_thread(lint, self.store, name, packages)
 
     async def verify(self, name: str) -> LintReport:
@@ -233,9 +234,7 @@ class Catalog:
                     self.store, reference.name, remote, name=name, progress=progress, lazy=request.lazy, stores=self.remotes
                 )
             else:
-                from opendsec.images.oci.pull import pull
-
-                image = await pull(self.store, request, progress=progress, allow_host_paths=local)
+                image = await oci_pull(self.store, request, progress=progress, allow_host_paths=local)
             self.emit("image.pulled", image=image.name, source=str(reference), layers=len(image.layers), size_bytes=image.size_bytes)
             return image
 
@@ -254,9 +253,7 @@ class Catalog:
                     raise Denied(f"the store {reference.place!r} is configured read-only", field="reference")
                 await push_image(self.store, request.name, remote, name=reference.name, progress=progress, stores=self.remotes)
             else:
-                from opendsec.images.oci.push import push
-
-                await push(self.store, request, progress=progress, allow_host_paths=local)
+                await oci_push(self.store, request, progress=progress, allow_host_paths=local)
             self.emit("image.pushed", image=image.name, target=str(reference), layers=len(image.layers), size_bytes=image.size_bytes)
             return image
 
