@@ -198,7 +198,10 @@ class Repository:
                         return
                     if _HEX.fullmatch(folder + name):
                         self._loose(folder + name)
-        packs = [name for name in self._names("objects/pack") if name.endswith(b".idx")]
+        there = self._names("objects/pack")
+        packs = [name for name in there if name.endswith(b".idx")]
+        if lonely := [name for name in there if name.endswith(b".pack") and name[:-5] + b".idx" not in packs]:
+            self.problems.append(f"{len(lonely)} packs have no index")
         if len(packs) > MAX_PACKS:
             self.problems.append("too many packs")
         for name in packs[:MAX_PACKS]:

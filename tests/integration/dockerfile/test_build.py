@@ -140,7 +140,7 @@ async def test_a_failing_step_tells_its_line_and_the_end_of_its_output(build: Bu
     assert error.value.data == {"line": 3, "exit_code": 7} and "early" in build.log and "\nearly" not in str(error.value)
     with pytest.raises(InvalidRequest, match="no network"):
         await build(f"FROM {BASE}\nRUN python3 -c 'import socket; socket.getaddrinfo(\"pypi.org\", 443)'\n")
-    with pytest.raises(InvalidRequest, match="longer than 0.2 s"):
+    with pytest.raises(InvalidRequest, match="longer than"):
         await build(f"FROM {BASE}\nRUN sleep 60 & sleep 60\n", timeout_s=0.2)
     with pytest.raises(InvalidRequest, match="memory was used up"):
         await build(f"FROM {BASE}\nRUN python3 -c 'x = b\"x\" * (1 << 30)'\n")
@@ -162,7 +162,7 @@ async def test_nothing_outside_of_the_context_is_read(build: Builder, edge: Node
     (build.context / "real").mkdir()
     (build.context / "real/x").write_text("x")
     for source in ("absolute/secret", "climbing/secret", "file", "../outside/secret", "absolute/", "*/secret"):
-        with pytest.raises(InvalidRequest, match="outside|not there"):
+        with pytest.raises(InvalidRequest, match=r"outside|not there"):
             await build(f"FROM {BASE}\nCOPY {source} /here/\n")
     await build(f"FROM {BASE}\nCOPY inside/x /x\nCOPY . /all/\n")
     box = await edge.create("made")

@@ -73,8 +73,10 @@ chmod 1777 sticky; chmod 2755 empty; printf '#!/bin/sh\n' >suid; chmod 6755 suid
 chown 1000:1001 suid; chmod 6755 suid
 chown 65535:65534 one
 python3 -c 'import os; os.mkdir(b"/w/caf\xe9\n"); open(b"/w/"+b"n"*254,"w").close()'
-python3 -c 'import os; os.setxattr("/w/one","user.note",b"v"); os.setxattr("/w","user.overlay.opaque",b"y"); os.setxattr("/w/deep","user.overlay.redirect",b"/etc")'
-cp /bin/true capable && setcap cap_net_bind_service+ep capable 2>/dev/null || python3 -c 'import os,struct; os.setxattr("/w/capable","security.capability",struct.pack("<IIIII",0x02000001,1<<10,0,0,0))'
+python3 -c 'import os; os.setxattr("/w/one","user.note",b"v"); os.setxattr("/w","user.overlay.opaque",b"y")'
+python3 -c 'import os; os.setxattr("/w/deep","user.overlay.redirect",b"/etc")'
+cp /bin/true capable
+python3 -c 'import os,struct; os.setxattr("/w/capable","security.capability",struct.pack("<IIIII",0x02000001,1<<10,0,0,0))'
 rm -r /usr/share/doc && mkdir /usr/share/doc && echo mine >/usr/share/doc/mine
 mv /usr/share/perl5 /usr/share/moved && echo new >/usr/share/moved/new && rm /usr/share/moved/Debian/*.pm 2>/dev/null || true
 mv /usr/lib/python3/dist-packages /usr/lib/python3/away && mv /usr/lib/python3/away /w/away
@@ -115,6 +117,85 @@ def _attributes(fd: int) -> list[tuple[str, str]]:
             path = f"/proc/self/fd/{here}/{name}"
             found += [(one, os.path.join(folder, name)) for one in os.listxattr(path, follow_symlinks=False)]
     return found
+
+
+RESIDUE = r"""
+set -e
+mkdir -p /root/.cache/pip /root/.ssh /root/.aws /work/.claude /home/dev /var/tmp/x /root/.config/gh
+echo ls >/root/.bash_history; echo x >/home/dev/.python_history; head -c 5000 /dev/zero >/root/.cache/pip/blob
+printf -- '-----BEGIN RSA PRIVATE KEY-----' >/root/.ssh/id_rsa; echo host >/root/.ssh/known_hosts; echo k >/root/.aws/credentials
+echo t >/tmp/t; mkfifo /tmp/pipe; echo v >/var/tmp/x/v; echo chat >/work/.claude/chat; echo s >/work/.a.py.swp; echo a >/work/a.py
+echo '_authToken=1' >/work/.npmrc; mkdir /work/sub; echo 'registry=x' >/work/sub/.npmrc; echo oauth >/root/.config/gh/hosts.yml
+echo keep >/work/.claude/settings.json; echo changed >/etc/machine-id; echo 'nameserver 1.2.3.4' >/etc/resolv.conf
+echo mine >/work/mine.secret; rm /var/lib/dpkg/status-old 2>/dev/null || true
+"""
+
+
+async def test_scrubbing(edge: NodeEdge) -> None:
+    box = await edge.create()
+    before = await edge.sh(box, "cat /etc/machine-id 2>&1 || true; ls -A /tmp")
+    await edge.sh(box, RESIDUE)
+    result = await packed(edge, box, scrub=True, scrub_paths=("**/*.secret",), keep_paths=("/work/.claude/settings.json",))
+    removed: dict[str, set[str]] = {}
+    for finding in result.scrubbed:
+        assert finding.message
+        removed.setdefault(finding.rule, set()).add(finding.path)
+    assert removed == {
+        "scrub.history": {"/root/.bash_history", "/home/dev/.python_history"},
+        "scrub.cache.python": {"/root/.cache/pip/blob"},
+        "scrub.credentials": {"/root/.aws/credentials", "/root/.config/gh/hosts.yml"},
+        "scrub.credentials.key": {"/root/.ssh/id_rsa"},
+        "scrub.credentials.token": {"/work/.npmrc"},
+        "scrub.temporary": {"/tmp/t", "/tmp/pipe", "/var/tmp/x/v"},
+        "scrub.agent": {"/work/.claude/chat"},
+        "scrub.editor": {"/work/.a.py.swp"},
+        "scrub.machine": {"/etc/machine-id", "/etc/resolv.conf"} & removed["scrub.machine"],
+        "scrub.asked": {"/work/mine.secret"},
+    }
+    assert next(finding.bytes for finding in result.scrubbed if finding.path.endswith("blob")) == 5000
+    again = await edge.create("task:1")
+    assert await edge.sh(again, "cat /etc/machine-id 2>&1 || true; ls -A /tmp") == before  # what is below shows again
+    left = await edge.sh(again, "find /work /root/.cache /root/.ssh /root/.aws /var/tmp /home -type f; stat -c %a /tmp")
+    assert sorted(left.split()) == ["/root/.ssh/known_hosts", "/work/.claude/settings.json", "/work/a.py", "/work/sub/.npmrc", "1777"]
+    assert await edge.sh(box, "cat /root/.bash_history /tmp/t") == "ls\nt\n"  # the sandbox itself keeps all
+
+
+async def test_scrubbing_brings_nothing_back_that_the_sandbox_had_removed(edge: NodeEdge) -> None:
+    first = await edge.create()
+    await edge.sh(first, "mkdir -p /root/.aws /work/.claude && echo old >/root/.aws/credentials && echo old >/work/.claude/chat")
+    await packed(edge, first, "low@1")
+    second = await edge.create("low:1")
+    await edge.sh(
+        second, "rm -r /root/.aws && mkdir /root/.aws && echo new >/root/.aws/credentials; rm /work/.claude/chat; rm -r /tmp/* || true"
+    )
+    await packed(edge, second, "high@1", scrub=True)
+    third = await edge.create("high:1")
+    assert (await edge.run(third, "ls /root/.aws /work/.claude/chat")).exit_code == 2
+    # A directory that was only added to is as below again.
+    fourth = await edge.create("low:1")
+    await edge.sh(fourth, "echo more >/root/.aws/config")
+    await packed(edge, fourth, "other@1", scrub=True)
+    assert await edge.sh(await edge.create("other:1"), "ls /root/.aws") == "credentials\n"
+
+
+async def test_warnings_can_fail_it(edge: NodeEdge) -> None:
+    box = await edge.create()
+    await edge.sh(
+        box,
+        "git config --global user.email a@b; git config --global user.name a; git init -q /work",
+    )
+    await edge.sh(
+        box,
+        "cd /work; git commit -q --allow-empty -m 1; git commit -q --allow-empty -m answer; git reset -q --hard HEAD~1; echo 1 >numpy-2.0.tar.gz",
+    )
+    with pytest.raises(Conflict) as error:
+        await packed(edge, box, packages=("numpy",), fail_on_warnings=True)
+    assert error.value.field == "fail_on_warnings" and error.value.data["warnings"]
+    assert not any(image.name == "task:1" for image in edge.store.list().images)
+    result = await packed(edge, box, packages=("numpy",))
+    rules = {finding.rule for finding in result.warnings}
+    assert {"git.reflog", "git.unreachable", "git.special", "cache.package"} <= rules
+    assert all(finding.path.startswith("/work/") for finding in result.warnings)
 
 
 async def test_equal_changes_are_one_layer(edge: NodeEdge) -> None:
