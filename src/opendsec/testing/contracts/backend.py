@@ -14,13 +14,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 import msgspec
 
-from opendsec.api.errors import SandboxLost
+from opendsec.api.errors import SandboxLost, Unsupported
 from opendsec.api.exec import Pty
 from opendsec.api.ids import PROCESS, SANDBOX, new_id
 from opendsec.api.images import ImageConfig
@@ -380,6 +381,85 @@ async def a_terminal_is_one(setup: Setup) -> None:
         finally:
             os.close(terminal)
             await running.release()
+
+
+# --- standing still ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def echoing(handle: Handle) -> AsyncIterator[tuple[int, int]]:
+    """A command that gives back what it gets: (to it, from it)."""
+    given, to_it = os.pipe2(os.O_CLOEXEC)
+    from_it, into = os.pipe2(os.O_CLOEXEC)
+    try:
+        running = await handle.exec(plan("cat"), stdin=given, stdout=into, stderr=into)
+    finally:
+        os.close(given)
+        os.close(into)
+    try:
+        yield to_it, from_it
+    finally:
+        os.close(to_it)
+        running.kill_tree()
+        await running.exited
+        await running.release()
+        os.close(from_it)
+
+
+def answers(to_it: int, from_it: int, within_s: float) -> bool:
+    os.write(to_it, b"x")
+    return answered(from_it, within_s)
+
+
+def answered(from_it: int, within_s: float) -> bool:
+    ready, _, _ = select.select([from_it], [], [], within_s)
+    return bool(ready) and os.read(from_it, 1) == b"x"
+
+
+@check
+async def a_frozen_sandbox_stands_still_until_it_is_thawed(setup: Setup) -> None:
+    async with setup.box() as handle, echoing(handle) as (to_it, from_it):
+        assert answers(to_it, from_it, TIMEOUT_S)
+        await handle.freeze()
+        await handle.freeze()
+        assert handle.alive() and not answers(to_it, from_it, 0.05)
+        await handle.thaw()
+        await handle.thaw()
+        assert answered(from_it, TIMEOUT_S)
+        await handle.freeze()  # and it can be destroyed so
+
+
+@check
+async def whoever_adopts_a_frozen_sandbox_thaws_it(setup: Setup) -> None:
+    handle = await setup.backend.create(setup.placement())
+    record = handle.record
+    await handle.freeze()
+    again = await (await setup.restart()).adopt(record)
+    assert (await output(again, "echo", "on"))[0] == b"on\n"
+    await again.destroy()
+
+
+@check
+async def a_disk_snapshot_is_a_copy_and_the_sandbox_goes_on(setup: Setup) -> None:
+    async with setup.box() as handle, echoing(handle) as (to_it, from_it):
+        await output(handle, "sh", "-c", "echo before >file")
+        try:
+            snapshot = await handle.snapshot_disk()
+        except Unsupported:
+            assert answers(to_it, from_it, TIMEOUT_S)
+            return
+        try:
+            assert answers(to_it, from_it, TIMEOUT_S)
+            await output(handle, "sh", "-c", "echo after >file")
+            copy = snapshot.upper / "tmp/file"
+            assert copy.read_bytes() == b"before\n" and copy.stat().st_uid == snapshot.uid_base
+            assert snapshot.frozen_ms > 0 and list(snapshot.aside.iterdir()) == []
+            os.rename(copy, snapshot.aside / "file")
+        finally:
+            await snapshot.release()
+            await snapshot.release()
+        assert not snapshot.upper.exists()
+        assert (await output(handle, "cat", "file"))[0] == b"after\n"
 
 
 # --- files -------------------------------------------------------------------------------------------------------------------

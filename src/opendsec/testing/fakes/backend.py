@@ -23,7 +23,7 @@ from opendsec.api.errors import Internal, OpenDSecError, SandboxLost
 from opendsec.api.ids import SESSION
 from opendsec.api.sandboxes import Capability, Usage
 from opendsec.kernel import procfs
-from opendsec.runtime.backend import Counters, ExecPlan, Exit, FileAccess, Handle, Placement, Record, Running
+from opendsec.runtime.backend import Counters, DiskSnapshot, ExecPlan, Exit, FileAccess, Handle, Placement, Record, Running
 from opendsec.runtime.files import SandboxFiles
 
 MARK = "OPENDSEC_FAKE"
@@ -275,6 +275,29 @@ class FakeHandle:
     def processes(self) -> int:
         return len(self.sandbox.processes())
 
+    async def freeze(self) -> None:
+        """Not what is born meanwhile."""
+        self._check()
+        self._signal(signals.SIGSTOP)
+
+    async def thaw(self) -> None:
+        self._signal(signals.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        for pid in self.sandbox.processes():
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+
+    async def snapshot_disk(self) -> DiskSnapshot:
+        """All of its directory: there are no layers below."""
+        await self.freeze()
+        try:
+            return await asyncio.to_thread(FakeDiskSnapshot, self.sandbox.root)
+        finally:
+            await self.thaw()
+
     async def destroy(self) -> None:
         if self.fail_destroy:
             self.fail_destroy -= 1
@@ -283,6 +306,21 @@ class FakeHandle:
             self.sandbox.die("destroyed")
         await self.sandbox.reaped()
         _forget(self.sandbox.machine, self.sandbox_id)
+
+
+class FakeDiskSnapshot:
+    """A copy."""
+
+    uid_base, frozen_ms = 0, 1.0
+
+    def __init__(self, root: Path) -> None:
+        self._place = Path(tempfile.mkdtemp(prefix="fake-snapshot-"))
+        self.upper, self.aside = self._place / "upper", self._place / "aside"
+        shutil.copytree(root, self.upper, symlinks=True)
+        self.aside.mkdir()
+
+    async def release(self) -> None:
+        await asyncio.to_thread(shutil.rmtree, self._place, ignore_errors=True)
 
 
 def _forget(machine: FakeMachine, sandbox_id: str) -> None:
@@ -351,6 +389,7 @@ class FakeBackend:
             sandbox.kill_all(process_id)
         sandbox.kill_all(f"{SESSION}_")
         await sandbox.reaped()
+        await FakeHandle(sandbox).thaw()
         handle = self.handles[record.sandbox_id] = FakeHandle(sandbox)
         return handle
 

@@ -14,12 +14,12 @@ import resource
 import signal
 from collections.abc import Callable, Sequence
 
-from opendsec.api.errors import SandboxLost
+from opendsec.api.errors import SandboxLost, Unsupported
 from opendsec.api.ids import EDGE, SANDBOX, new_id
 from opendsec.api.sandboxes import Usage
 from opendsec.api.spec import Limits
 from opendsec.kernel import cgroups, syscalls, tty
-from opendsec.runtime.backend import Counters, ExecPlan, Exit, FileAccess, Record, Running
+from opendsec.runtime.backend import Counters, DiskSnapshot, ExecPlan, Exit, FileAccess, Record, Running
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 FLOOR = 1000  # child descriptors are collected from here on
@@ -134,6 +134,15 @@ class LocalHandle:
     def die(self, reason: str) -> None:
         self.begin_to_die()
         self.died.set_result(reason)
+
+    async def freeze(self) -> None:
+        await asyncio.to_thread(self.group.freeze)
+
+    async def thaw(self) -> None:
+        await asyncio.to_thread(self.group.thaw)
+
+    async def snapshot_disk(self) -> DiskSnapshot:
+        raise Unsupported("it has no disk of its own")
 
     async def destroy(self) -> None:
         if self.group.exists():
