@@ -150,7 +150,7 @@ class Rig:
             stores=self.stores,
             mechanism=self.mechanism,
             tick_s=0.1,
-            linger_s=0.2,
+            linger_s=0.5,
             quiet_s=0.0,
         )
         return Settings(**{name: more.get(name, getattr(base, name)) for name in base.__struct_fields__})

@@ -70,13 +70,13 @@ class CachedLayer:
         self.lock = threading.Lock()
         self.readahead: ReadAhead | None = ReadAhead(table.count)
         self.marked = False
-        self.was_unmarked = False  # while somebody may have opened it: that one never asks, so nothing may be dropped under it
+        self.was_unmarked = False  # or else unwatched, with somebody having it open: nothing may be dropped under that one
         self.opens = 0  # of a FUSE file that shows this
         self.used_at = time.monotonic()
         self.trace: list[Entry] | None = None  # first touches, if they are to be recorded
         self._places: Iterator[int] = iter(())
         self._seen = bytearray()
-        self._touched = array("d", [0.0]) * table.count
+        self._touched = array("d", [time.monotonic()]) * table.count
         self._readers: dict[int, tuple[float, int, int]] = {}  # tid → when it was let through, to which chunks
         self.here = self.map.states.count(HERE)
 

@@ -74,7 +74,9 @@ def _be_senior(family: Family) -> NoReturn:
             if len(crashes) >= CRASHES:
                 _refuse(family, REFUSE_S)
             crashes.append(now)
-            _replace(board, "loader_pidfd", _fork_loader(family))
+            pid, pidfd = _fork_loader(family)
+            _replace(board, "loader_pidfd", pidfd)
+            board.set("loader_pid", pid)
         poll = select.poll()
         for field in ("junior_pidfd", "loader_pidfd"):
             poll.register(board.get(field), select.POLLIN)
@@ -107,17 +109,23 @@ def _fork_junior(family: Family) -> int:
     return pidfd
 
 
-def _fork_loader(family: Family) -> int:
+def _fork_loader(family: Family) -> tuple[int, int]:
+    senior = os.getpid()
     pid, pidfd = fds.fork_sharing()
     if pid == 0:
         status = 1
         try:
+            # Not before it is on the board: should the senior die now, its successor would start another one, and there must not be two.
+            while family.board.get("loader_pid") != os.getpid():
+                if os.getppid() != senior:
+                    os._exit(1)
+                time.sleep(0.0005)
             status = loader.run(family)
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(status)
-    return pidfd
+    return pid, pidfd
 
 
 def _replace(board: Board, field: str, pidfd: int) -> None:

@@ -74,7 +74,6 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
 def run(family: Family) -> int:
     """The main function of a forked loader."""
-    family.board.set("loader_pid", os.getpid())
     inherited = _sweep(family)
     return asyncio.run(_main(family, inherited))
 
@@ -85,11 +84,11 @@ def _sweep(family: Family) -> dict[Key, int]:
     waiting = {event.fd for event in board.recover()}
     kept = board.kept()
     needed = {0, 1, 2, family.listener, family.lock, *waiting, *kept}
-    needed |= {board.get(field) for field in ("senior_pidfd", "junior_pidfd", "loader_pidfd")}
     if family.group is not None:
         needed.add(family.group.fd)
-    for fd in procfs.fds():
-        if fd not in needed:
+    for fd, name in procfs.fds().items():
+        # Descriptors of processes are the keepers': one of them may be making one at this moment.
+        if fd not in needed and b"[pidfd]" not in name:
             with contextlib.suppress(OSError):
                 os.close(fd)
     found = {}
@@ -200,7 +199,7 @@ class Loader:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), self.job.tick_s)
             needed = await self.in_registry(self._keep_house)
-            if self.server.edges or needed:
+            if self.server.asked_for or needed:
                 unneeded = 0.0
             elif (unneeded := unneeded + self.job.tick_s) > self.job.linger_s:
                 break

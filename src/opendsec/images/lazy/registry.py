@@ -62,8 +62,11 @@ class Registry:
                     layer = self.open_view(view[1], formats.digest_of(Path(view[2])), inherited)
                 else:
                     layer = self.open(formats.digest_of(directory), inherited)
-                if not layer.complete and layer.in_use():
-                    found.append(layer)
+                if layer.in_use():
+                    # A predecessor may have let a reader through that has not read yet.
+                    layer.was_unmarked = True
+                    if not layer.complete:
+                        found.append(layer)
         return found
 
     def open(self, digest: str, inherited: Mapping[Key, int] | None = None) -> CachedLayer:

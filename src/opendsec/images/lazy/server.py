@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import socket
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING
@@ -41,9 +42,11 @@ class Server:
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
-    def edges(self) -> int:
-        """How many are attached."""
-        return sum(peer.attached for peer in self._peers)
+    def asked_for(self) -> bool:
+        """Whether anybody is connected, or about to be."""
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        return bool(self._peers or poll.poll(0))
 
     async def start(self) -> None:
         self._listener.setblocking(False)
