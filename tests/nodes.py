@@ -9,6 +9,7 @@ async def test_something(edge: NodeEdge) -> None:
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
@@ -38,14 +39,10 @@ from tests.images import BASE, link_store
 class NodeEdge:
     """`start`, `crash` any number of times; `close` at the end."""
 
-    def __init__(self, folder: Path, scratch_size: str) -> None:
-        self.folder = folder
-        flags = [
-            f"--state-dir={folder / 'state'}",
-            f"--run-dir={folder / 'run'}",
-            f"--scratch-size={scratch_size}",
-            "--scratch-driver=btrfs",
-        ]
+    def __init__(self, folder: Path, scratch_size: str, driver: str) -> None:
+        self.folder, self.driver = folder, driver
+        paths = [f"--state-dir={folder / 'state'}", f"--run-dir={folder / 'run'}"]
+        flags = [*paths, f"--scratch-size={scratch_size}", f"--scratch-driver={driver}"]
         self.settings = config.load(flags, {})
         self.node: Node
         self.parts: Parts
@@ -89,6 +86,12 @@ class NodeEdge:
         await self.stop()
 
     @property
+    def snapshots(self) -> list[str]:
+        """Of scratch, that are there now."""
+        place = self.folder / ("state/scratch/snapshots" if self.driver == "btrfs" else "state/snapshots")
+        return os.listdir(place) if place.exists() else []
+
+    @property
     def store(self) -> ImageStore:
         return self.node.images.store
 
@@ -113,14 +116,14 @@ class NodeEdge:
 
 
 @asynccontextmanager
-async def node_edge(images: Path, scratch_size: str = "3GiB") -> AsyncIterator[NodeEdge]:
+async def node_edge(images: Path, scratch_size: str = "3GiB", driver: str = "btrfs") -> AsyncIterator[NodeEdge]:
     """One whose store begins with all that is in `images`."""
     folder = Path(tempfile.mkdtemp(prefix="n-", dir="/var/tmp"))
     executor = ThreadPoolExecutor(8)
     asyncio.get_running_loop().set_default_executor(executor)
     (folder / "state").mkdir()
     link_store(images, folder / "state/images")
-    edge = NodeEdge(folder, scratch_size)
+    edge = NodeEdge(folder, scratch_size, driver)
     await edge.start()
     try:
         yield edge

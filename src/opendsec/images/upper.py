@@ -230,7 +230,7 @@ class _Work:
         self._dress(_in(source, name), status, target)
 
     def _dress(self, source: bytes, status: os.stat_result, target: bytes) -> None:
-        """Owner (shifted), mode and attributes. The times are none of a layer's."""
+        """Owner (shifted), mode, attributes, and the time that compiled Python is checked by."""
         base, path = self.source.uid_base, _in(self.aside, target)
         os.chown(path, base + status.st_uid, base + status.st_gid, follow_symlinks=False)
         if not stat.S_ISLNK(status.st_mode):
@@ -239,6 +239,7 @@ class _Work:
             # A capability is one of the sandbox's root, and would have to be shifted to be shifted back: as it is, it stays as it is.
             if attribute == CAPABILITY or (attribute.startswith("user.") and not attribute.startswith("user.overlay.")):
                 os.setxattr(path, attribute, os.getxattr(source, attribute, follow_symlinks=False), follow_symlinks=False)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns), follow_symlinks=False)
 
     # --- everything else ----------------------------------------------------------------------------------------------
 

@@ -46,13 +46,13 @@ MAX_FDS = 16
 class Child:
     """A forked child until it is reaped. `exited` holds its exit until its start has been answered."""
 
-    __slots__ = ("exited", "is_command", "pid", "pidfd", "report", "request", "started", "terminal")
+    __slots__ = ("companion", "exited", "is_command", "pid", "pidfd", "report", "request", "started")
 
     def __init__(self, request: int, pid: int, pidfd: int, report: socket.socket, is_command: bool) -> None:
         self.request, self.pid, self.pidfd, self.report, self.is_command = request, pid, pidfd, report, is_command
         self.started = False
         self.exited: Message | None = None
-        self.terminal: int | None = None
+        self.companion: int | None = None  # goes along with the answer: a command's terminal, a sandbox's upper directory in memory
 
     def has_spoken(self) -> bool:
         """Whether a report waits to be heard."""
@@ -205,7 +205,7 @@ class Spawner:
                     facts = group.open_facts()
                     root = make_base(child, layers, plan)
                 else:
-                    root = make_root(child, layers, plan)
+                    root, self.children[child].companion = make_root(child, layers, plan)
                 socket.send_fds(ours, [b"root"], [root, *facts])
             finally:
                 close_all(root, dev)
@@ -276,19 +276,19 @@ class Spawner:
             data, fds = b"", []
         if data == b"ok":
             child.started = True
-            child.terminal = fds[0] if fds else None
+            child.companion = fds[0] if fds else child.companion
             return  # exec itself may still fail: the answer is given at end of file
         self.forget_report(child)
         if data:
             self.answer(child, {"id": child.request, "error": read_report(data)})
         elif child.started:
             answer: Message = {"id": child.request, "ok": True, "pid": child.pid, "command": child.is_command}
-            self.answer(child, answer, child.pidfd, *([] if child.terminal is None else [child.terminal]))
+            self.answer(child, answer, child.pidfd, *([] if child.companion is None else [child.companion]))
         else:
             self.answer(child, {"id": child.request, "error": ("start", 0, "killed before it could start")})
-        close_all(child.pidfd, -1 if child.terminal is None else child.terminal)
+        close_all(child.pidfd, -1 if child.companion is None else child.companion)
         child.pidfd = -1
-        child.terminal = None
+        child.companion = None
         child.is_command = child.is_command and child.started and not data
         self.finish(child)
 
@@ -364,8 +364,9 @@ def read_report(data: bytes) -> tuple[str, int, str]:
     return "start", 0, f"a report that cannot be read: {data[:64]!r}"
 
 
-def make_root(child: int, layers: list[int], plan: Message) -> int:
-    """The root file system, detached: id-mapped clones of the layers below, the scratch on top."""
+def make_root(child: int, layers: list[int], plan: Message) -> tuple[int, int | None]:
+    """The root file system, detached: id-mapped clones of the layers below, the scratch on top. Of a scratch in memory also its upper
+    directory, which nobody could reach any more."""
     held: list[int] = []
     try:
         namespace = namespaces.open_namespace(child, "user")
@@ -384,7 +385,8 @@ def make_root(child: int, layers: list[int], plan: Message) -> int:
             for path in (upper, work):
                 held.append(os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
         upper, work = held[-2:]
-        return mounts.overlay(held[len(layers) : 0 : -1], upper, work, attrs=abi.MOUNT_ATTR_NOSUID | abi.MOUNT_ATTR_NODEV)
+        root = mounts.overlay(held[len(layers) : 0 : -1], upper, work, attrs=abi.MOUNT_ATTR_NOSUID | abi.MOUNT_ATTR_NODEV)
+        return root, os.dup(upper) if kind == "tmpfs" else None
     finally:
         close_all(*held)
 

@@ -149,7 +149,7 @@ async def test_a_failing_step_tells_its_line_and_the_end_of_its_output(build: Bu
     with pytest.raises(InvalidRequest, match="line 2: COPY missing /: 'missing' is not there"):
         await build(f"FROM {BASE}\nCOPY missing /\n")
     assert edge.node.promised.sandboxes == 0 and [image.name for image in edge.store.list().images] == [BASE]
-    assert os.listdir(edge.folder / "state/scratch/snapshots") == []
+    assert edge.snapshots == []
 
 
 async def test_nothing_outside_of_the_context_is_read(build: Builder, edge: NodeEdge, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -214,7 +214,7 @@ async def test_cancelled_it_leaves_nothing(build: Builder, edge: NodeEdge) -> No
         building.cancel()
         await asyncio.wait((building,))
         assert building.cancelled() and edge.node.promised.sandboxes == 0
-    assert os.listdir(edge.store.root / "tmp") == [] and os.listdir(edge.folder / "state/scratch/snapshots") == []
+    assert os.listdir(edge.store.root / "tmp") == [] and edge.snapshots == []
 
 
 async def test_refusals(build: Builder, edge: NodeEdge) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.nodes import NodeEdge, node_edge
 
 
-@pytest.fixture
-async def edge(test_images: Path) -> AsyncIterator[NodeEdge]:
-    async with node_edge(test_images) as edge:
+@pytest.fixture(params=["btrfs", "tmpfs"])
+async def edge(request: pytest.FixtureRequest, test_images: Path) -> AsyncIterator[NodeEdge]:
+    async with node_edge(test_images, driver=request.param) as edge:
         yield edge

@@ -225,11 +225,7 @@ async def test_a_layer_that_claims_more_than_the_disk_is_refused(edge: NodeEdge)
         await packed(edge, box)
     assert await edge.sh(box, "rm /hole; echo on") == "on\n"
     await packed(edge, box)
-    assert snapshots(edge) == []
-
-
-def snapshots(edge: NodeEdge) -> list[str]:
-    return os.listdir(edge.folder / "state/scratch/snapshots")
+    assert edge.snapshots == []
 
 
 async def test_a_sandbox_is_packed_at_one_moment(edge: NodeEdge) -> None:
@@ -286,7 +282,7 @@ async def test_cancelled_it_leaves_nothing_and_the_sandbox_runs(edge: NodeEdge) 
         await asyncio.wait((packing,))
         assert packing.cancelled()
         assert await edge.sh(box, "echo on") == "on\n"
-    assert snapshots(edge) == [] and os.listdir(edge.store.root / "tmp") == []
+    assert edge.snapshots == [] and os.listdir(edge.store.root / "tmp") == []
     assert not any(image.name == "task:1" for image in edge.store.list().images)
 
 
@@ -300,7 +296,7 @@ async def test_an_edge_that_died_in_between_leaves_a_sandbox_that_the_next_one_t
     assert Path(snapshot.upper).exists()
     await edge.start()
     assert await edge.sh(box, "echo on") == "on\n"
-    assert snapshots(edge) == []
+    assert edge.snapshots == []
 
 
 async def test_a_frozen_sandbox_can_be_ended(edge: NodeEdge) -> None:

@@ -198,8 +198,10 @@ class ContainerBackend:
             spawner = await self.spawner()
             await self._use_layers(spawner, placement.layers)
             answer = await self._spawn(spawner, placement)
-            pidfd = answer.fds[0]
+            pidfd, *upper = answer.fds
             try:
+                if upper:
+                    self.scratch.keep(placement.sandbox_id, upper.pop())
                 record = Record(
                     sandbox_id=placement.sandbox_id,
                     backend=NAME,

@@ -239,6 +239,9 @@ class BtrfsScratch:
 
     # --- usage -----------------------------------------------------------------------------------------------------
 
+    def keep(self, sandbox_id: str, upper: int) -> None:
+        os.close(upper)  # it has a name here
+
     def follow(self, sandbox_id: str, limits: Limits, open_root: OpenRoot) -> None:
         subvolume = self._taken.pop(sandbox_id, None)
         if subvolume is not None:

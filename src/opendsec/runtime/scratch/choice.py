@@ -39,6 +39,6 @@ async def choose(state_dir: Path, settings: ScratchSettings) -> Choice:
             reason = f"memory, since there can be no btrfs pool: {error}"
     else:
         reason = "memory, as configured"
-    driver = TmpfsScratch()
+    driver = TmpfsScratch(state_dir / "snapshots")
     await driver.start()
     return Choice(driver, reason)

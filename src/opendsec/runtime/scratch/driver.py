@@ -73,6 +73,9 @@ class ScratchDriver(Protocol):
     async def take(self, sandbox_id: str, uid_base: int, limits: Limits) -> ScratchPlan:
         """An empty scratch with these limits from the start. Raises Unavailable (no space), Conflict (it has one)."""
 
+    def keep(self, sandbox_id: str, upper: int) -> None:
+        """A descriptor of the upper directory, for scratch that the spawner makes; it is the driver's from now on."""
+
     def follow(self, sandbox_id: str, limits: Limits, open_root: OpenRoot) -> None:
         """From now on `usage` and `full` can tell about it, and limits that need watching are watched. Raises SandboxLost if an
         adopted sandbox's scratch is not there."""
