@@ -93,16 +93,25 @@ def decode(data: bytes) -> ChunkTable:
         raise Damaged("is not a chunk table")
     if version > VERSION:
         raise Damaged(f"has format version {version}, but this program reads up to {VERSION}")
-    if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES or chunk_bytes & (chunk_bytes - 1):
+    if not is_chunk_bytes(chunk_bytes):
         raise Damaged(f"has chunks of {chunk_bytes} bytes")
     if version < 1 or reserved != 0 or count != -(-data_bytes // chunk_bytes) or count > MAX_CHUNKS:
         raise Damaged(f"has {count} chunks for {data_bytes} bytes")
     end = _HEADER.size + _DIGEST_BYTES * count
-    if len(data) != end + _DIGEST_BYTES:
+    if len(data) != table_bytes(data_bytes, chunk_bytes):
         raise Damaged(f"has {len(data)} bytes for {count} chunks")
     if hashlib.sha256(memoryview(data)[:end]).digest() != data[end:]:
         raise Damaged("does not match its checksum")
     return ChunkTable(chunk_bytes, data_bytes, data[_HEADER.size : end])
+
+
+def is_chunk_bytes(number: int) -> bool:
+    return MIN_CHUNK_BYTES <= number <= MAX_CHUNK_BYTES and not number & (number - 1)
+
+
+def table_bytes(data_bytes: int, chunk_bytes: int) -> int:
+    """How large a table is."""
+    return _HEADER.size + _DIGEST_BYTES * (-(-data_bytes // chunk_bytes) + 1)
 
 
 def read(path: Path) -> ChunkTable:

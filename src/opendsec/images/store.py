@@ -254,6 +254,14 @@ class ImageStore:
             os.rename(directory / formats.DATA, target / formats.DATA)
             records.sync_directory(target)
 
+    def add_origin(self, digest: str, origin: Origin) -> None:
+        """Let the layer's data be had from these stores too, if it is the same data. Raises NotFound, Internal."""
+        with self._locked(fcntl.LOCK_SH):
+            there = self.origin(digest)
+            if there is not None and there.prefix == origin.prefix and not set(origin.stores) <= set(there.stores):
+                stores = tuple(dict.fromkeys(there.stores + origin.stores))
+                origins.write(self._directory(digest), Origin(stores=stores, prefix=there.prefix), temporary=self._temporary)
+
     def write_trace(self, digest: str, name: str, data: bytes) -> None:
         """Keep an access trace with a layer; it replaces the one of that name. Raises NotFound, Internal."""
         with self._locked(fcntl.LOCK_SH):

@@ -15,7 +15,7 @@ import fcntl
 import hashlib
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -85,7 +85,7 @@ async def pull_image(
     their data in another store than this. Raises InvalidRequest, NotFound, Conflict, Unavailable, Internal."""
     name = names.check_image_name(name or image, "name")
     with _told("reference", store):
-        ref = await _image_record(remote, image)
+        ref = await _again_if_damaged(lambda: _image_record(remote, image))
         for tries_left in reversed(range(_TRIES)):
             meter = _Meter(progress, "pulling", "layers")
             pull = partial(_pull_layer, store, remote, meter, lazy=lazy, stores=stores)
@@ -219,7 +219,8 @@ async def _layer_record(remote: RemoteStore, digest: str) -> LayerRecord:
         record = records.decode(data, layers.MAGIC, layers.VERSION, LayerRecord)
     except Damaged as error:
         raise StoreError("damaged", remote.name, key, f"the layer's record {error}") from None
-    if record.digest != digest or not record.chunks_sha256 or not 0 < record.meta_bytes <= MAX_META_BYTES or record.data_bytes < 0:
+    sizes = chunks.is_chunk_bytes(record.chunk_bytes) and 0 < record.meta_bytes <= MAX_META_BYTES and record.data_bytes >= 0
+    if record.digest != digest or not record.chunks_sha256 or not sizes:
         raise StoreError("damaged", remote.name, key, "the layer's record is of another layer, or out of bounds")
     return record
 
@@ -230,10 +231,15 @@ async def _pull_layer(store: ImageStore, remote: RemoteStore, meter: _Meter, dig
         try:
             await _thread(store.renew, digest)
         except (NotFound, Internal):  # not here, or damaged, which publishing repairs
-            await _fetch_layer(store, digest, remote, meter, lazy=lazy)
+            await _again_if_damaged(lambda: _fetch_layer(store, digest, remote, meter, lazy=lazy))
             return
         origin = await _thread(store.origin, digest)
-        if origin is None or lazy:
+        if origin is None:
+            return
+        if lazy:
+            if remote.name not in origin.stores:
+                prefix = layout.layer_prefix(await _again_if_damaged(lambda: _layer_record(remote, digest)))
+                await _thread(store.add_origin, digest, Origin(stores=(remote.name,), prefix=prefix))
             return
         record, table = await _thread(store.record, digest), await _thread(store.chunk_table, digest)
         remotes = [remote] if remote.name in origin.stores else [stores.get(name) for name in origin.stores] if stores else []
@@ -255,7 +261,7 @@ async def _fetch_layer(store: ImageStore, digest: str, remote: RemoteStore, mete
     lazy = lazy and record.data_bytes > 0
     data_bytes, table_data, packed = await asyncio.gather(
         remote.size(f"{prefix}/{layout.DATA}"),
-        remote.get(f"{prefix}/{layout.TABLE}", limit=chunks.MAX_BYTES),
+        remote.get(f"{prefix}/{layout.TABLE}", limit=chunks.table_bytes(record.data_bytes, record.chunk_bytes)),
         remote.get(f"{prefix}/{layout.META_ZST}", limit=record.meta_bytes + record.meta_bytes // 128 + 1024),
     )
     if data_bytes != record.data_bytes:
@@ -346,6 +352,16 @@ async def _pull_trace(store: ImageStore, remote: RemoteStore, trace: TraceFile) 
 
 
 # --- both ----------------------------------------------------------------------------------------------------------
+
+
+async def _again_if_damaged(work: Callable[[], Awaitable[T]]) -> T:
+    """Bytes that came wrong once may come right: what is small is simply asked for once more."""
+    try:
+        return await work()
+    except StoreError as error:
+        if error.kind != "damaged":
+            raise
+    return await work()
 
 
 async def _thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -72,6 +72,23 @@ def test_no_form_of_it_shows_a_secret() -> None:
 
 
 @pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        ("s3://bucket", "region = 'x'"),
+        ("gs://bucket/prefix", "skip_signature = 'true'"),
+        ("az://container/prefix", "account_name = 'name'\naccount_key = 'UExBTlRFRA=='"),
+        ("http://host:8080/path", "authorization = 'Basic x'"),
+        ("https://host", ""),
+        ("memory:///", ""),
+        ("/mnt/images", ""),
+    ],
+)
+def test_each_kind_of_store_can_be_opened(url: str, options: str) -> None:
+    (store,) = parse(f"[[store]]\nname = 'a'\nurl = '{url}'\n[store.options]\n{options}\n".encode())
+    assert config.open_store(store).name == "a"
+
+
+@pytest.mark.parametrize(
     ("text", "field", "message"),
     [
         (b"PLANTED [", "stores.toml", "is not TOML, at line 1"),
