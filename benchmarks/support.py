@@ -19,9 +19,9 @@ from tests.images import BASE, link_store
 IMAGE = BASE
 
 
-def image_layers(images: Path) -> list[tuple[Path, Path]]:
-    """(metadata, data) files of the base image's layers, lowest first."""
-    return [(layer.meta, layer.data) for layer in ImageStore(images).resolve(IMAGE).layers]
+def image_layers(images: Path, image: str = IMAGE) -> list[tuple[Path, Path]]:
+    """(metadata, data) files of the image's layers, lowest first."""
+    return [(layer.meta, layer.data) for layer in ImageStore(images).resolve(image).layers]
 
 
 @asynccontextmanager
