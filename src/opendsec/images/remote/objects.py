@@ -28,6 +28,7 @@ T = TypeVar("T")
 _STATUS = re.compile(r"status code: (\d{3})")
 _THREADS = 32
 _PART_BYTES = 8 << 20
+_MAX_WHOLE = 1 << 30  # what is put in one piece is held in memory
 _PARTS = 5000  # S3 takes 10,000
 _MAX_KEYS = 1_000_000
 
@@ -101,6 +102,8 @@ class ObjectStore:
                 progress(len(content))
                 return
             size = content.stat().st_size
+            if not self._multipart and size > _MAX_WHOLE:
+                raise StoreError("denied", self.name, key, f"a web server takes at most {_MAX_WHOLE >> 20} MiB at once from here")
             if not self._multipart or size <= _PART_BYTES:
                 obstore.put(self._backend, key, content.read_bytes(), use_multipart=False)
                 progress(size)
