@@ -42,6 +42,7 @@ class Pools:
         self.implicit: dict[tuple[str, str, int], LivePool] = {}
         self.leases: dict[str, Lease] = {}
         self.promises: dict[str, admission.Promise] = {}  # of living members
+        self.starts: set[asyncio.Task[None]] = set()
         self.hungry: set[LivePool] = set()  # they found no room
         self._evicting = False
         self.closed = False
@@ -91,7 +92,7 @@ class Pools:
         self._closing.set()
         if self._watch is not None:
             self._watch.cancel()
-        tasks = [holder.task for pool in self._all() for holder in pool.holders.values() if holder.task is not None]
+        tasks = {holder.task for pool in self._all() for holder in pool.holders.values() if holder.task is not None} | self.starts
         for task in tasks:
             task.cancel()
         if tasks:

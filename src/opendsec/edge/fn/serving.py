@@ -306,7 +306,9 @@ class LivePool:
         if lease is not None:
             self._pools.leases[member_id] = lease
         self.holders[number] = holder = Holder(number, member_id, uid_base, lease)
-        node.spawn(self._start(holder, limits))
+        starting = self._loop.create_task(self._start(holder, limits))
+        self._pools.starts.add(starting)
+        starting.add_done_callback(self._pools.starts.discard)
 
     async def _start(self, holder: Holder, limits: Limits) -> None:
         spec = self.spec
@@ -337,6 +339,8 @@ class LivePool:
             self.feed(events.StartFailed(holder.number, self._loop.time(), str(error) or type(error).__name__, fault))
             return
         holder.member = member
+        if self._pools.closed:
+            return  # whoever closes has waited for this
         member.died.add_done_callback(lambda died: self._died(holder, died))
         self.feed(events.Started(holder.number, self._loop.time()))
 
