@@ -16,7 +16,7 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from opendsec.api.errors import NotFound
 from opendsec.api.images import Finding, LintReport
@@ -77,43 +77,38 @@ class _Linter:
         self.matcher = Matcher(Scrub(), [rule for rule in RULES if rule.name in _WITHOUT_SCRUB])
 
     def found(self, rule: str, path: bytes, message: str, size: int = 0) -> None:
-        if self.layer >= 0 and not self._in_layer(path):
-            return
         if len(self.findings) < MAX_FINDINGS:
             shown = "/" + path[:1000].decode(errors="backslashreplace")
             self.findings.append(Finding(rule=rule, path=shown, message=message, bytes=size))
         elif len(self.findings) == MAX_FINDINGS:
             self.findings.append(Finding(rule="lint.more", path="/", message=f"more than {MAX_FINDINGS} findings"))
 
-    def _in_layer(self, path: bytes) -> bool:
-        try:
-            os.close(_beneath(self.layer, path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC))
-        except OSError:
-            return False
-        return True
-
     def walk(self) -> None:
+        """All of the tree, or of the one layer: a directory that it has a part of is looked at as a whole where that matters."""
         pending, count = [b""], 0
         while pending:
             path = pending.pop()
             if len(path) > MAX_PATH:
                 self.found("lint.too_deep", path, "what is below was not looked at")
                 continue
-            try:
-                fd = _beneath(self.root, path, _DIRECTORY)
-            except OSError:
-                continue
-            try:
+            with contextlib.ExitStack() as stack:
+                try:
+                    fd = whole = stack.enter_context(_opened(self.root if self.layer < 0 else self.layer, path))
+                    if self.layer >= 0:
+                        whole = stack.enter_context(_opened(self.root, path))
+                except OSError:
+                    continue  # hidden by a higher layer
                 with os.scandir(fd) as entries:
                     listing = {os.fsencode(entry.name): entry for entry in entries}
                 count += len(listing)
                 if count > MAX_ENTRIES:
                     self.found("lint.too_large", b"", f"more than {MAX_ENTRIES} files: the others were not looked at")
                     break
-                if {b"HEAD", b"objects", b"refs"} <= listing.keys() and listing[b"objects"].is_dir(follow_symlinks=False):
-                    self._git(path, fd)
+                if _is_git(whole):
+                    self._git(path, whole)
                     pending += [_join(path, name) for name in (b"modules",) if name in listing]
                     continue
+                self.packages.project(whole, path)
                 for name, entry in sorted(listing.items(), reverse=True):
                     below = _join(path, name)
                     with contextlib.suppress(OSError):
@@ -124,8 +119,6 @@ class _Linter:
                             self._directory(below, name, status, fd)
                         elif stat.S_ISREG(status.st_mode):
                             self._file(below, name, status, fd)
-            finally:
-                os.close(fd)
         for path, message in self.packages.newer():
             self.found("site.newer", path, message)
 
@@ -190,8 +183,22 @@ class _Linter:
             self.found("git.unreachable", path, f"{len(unreachable)} commits that no branch and no tag leads to: {few}")
 
 
-def _beneath(fd: int, path: bytes, flags: int) -> int:
-    return syscalls.openat2(fd, path or b".", flags, resolve=abi.RESOLVE_BENEATH | abi.RESOLVE_NO_SYMLINKS | abi.RESOLVE_NO_MAGICLINKS)
+@contextlib.contextmanager
+def _opened(root: int, path: bytes) -> Iterator[int]:
+    resolve = abi.RESOLVE_BENEATH | abi.RESOLVE_NO_SYMLINKS | abi.RESOLVE_NO_MAGICLINKS
+    fd = syscalls.openat2(root, path or b".", _DIRECTORY, resolve=resolve)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _is_git(fd: int) -> bool:
+    try:
+        os.stat("HEAD", dir_fd=fd, follow_symlinks=False)
+        return all(stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode) for name in ("objects", "refs"))
+    except OSError:
+        return False
 
 
 def _join(folder: bytes, name: bytes) -> bytes:

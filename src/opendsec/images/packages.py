@@ -66,9 +66,14 @@ class Packages:
                 b"/" + one.replace(b"/", b"%2f") + b"/-/" in data.lower() or b"/" + one + b"/-/" in data.lower() for one in self._wanted
             ):
                 return "cache.npm"
-        if name in (b"pyproject.toml", b"setup.cfg", b"PKG-INFO") and not any(site in b"/" + path for site in _SITE):
-            self._source(name, beginning(folder_fd, name, _LOOK_BYTES))
         return ""
+
+    def project(self, folder_fd: int, path: bytes) -> None:
+        """Look for a project of the workspace's own in a directory."""
+        if self._wanted and not any(site in b"/" + path + b"/" for site in _SITE):
+            for name in (b"pyproject.toml", b"setup.cfg", b"PKG-INFO"):
+                if text := beginning(folder_fd, name, _LOOK_BYTES):
+                    self._source(name, text)
 
     def _archive(self, stem: bytes, kind: bytes) -> bool:
         if kind in (b"whl", b"egg"):
