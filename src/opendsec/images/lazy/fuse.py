@@ -31,7 +31,7 @@ class FuseFiles:
         self._board, self._engine = board, engine
         self._loop = asyncio.get_running_loop()
         self._nodes: dict[int, CachedLayer] = {}
-        self._asked: dict[int, int] = {}  # number on the board → 0, while it is taken
+        self._asked: set[int] = set()  # numbers on the board that are taken
         self._lock = threading.Lock()
         self._device = self._mount = -1
         self.events = self.misses = 0
@@ -53,10 +53,11 @@ class FuseFiles:
             self._device, self._mount = kept & 0xFFFF, kept >> 16
             for layer in self._nodes.values():
                 layer.opens = 1 << 20  # who has it open is not known any more
+            asked = self._board.asked()
+            self._asked = {number for number, *_ in asked}  # first: the request that follows takes a free number
             if self._board.unsettled():
                 self._handle(Request(self._board.raw))
-            for number, unique, node, offset, size in self._board.asked():
-                self._asked[number] = 0
+            for number, unique, node, offset, size in asked:
                 self._read(number, unique, node, offset, size)
         else:
             self._device = fuse.open_device()
@@ -97,7 +98,7 @@ class FuseFiles:
         elif request.opcode == fuse.READ:
             with self._lock:
                 number = next((number for number in range(MAX_ASKED) if number not in self._asked), -1)
-                self._asked[number] = 0
+                self._asked.add(number)
             if number < 0:
                 fuse.refuse(device, unique, errno.EAGAIN)
                 return
@@ -164,7 +165,7 @@ class FuseFiles:
             fuse.reply(self._device, unique, data)
         self._board.forget_asked(number)
         with self._lock:
-            self._asked.pop(number, None)
+            self._asked.discard(number)
 
 
 def node_of(layer: CachedLayer) -> int:
