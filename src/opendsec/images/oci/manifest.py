@@ -69,7 +69,7 @@ class ContainerConfig(msgspec.Struct, frozen=True, kw_only=True, rename="pascal"
     cmd: tuple[str, ...] | None = None
     volumes: dict[str, msgspec.Raw] | None = None
     exposed_ports: dict[str, msgspec.Raw] | None = None
-    healthcheck: msgspec.Raw | None = None
+    healthcheck: msgspec.Raw = msgspec.Raw(b"null")
     stop_signal: str | None = None
     on_build: tuple[str, ...] | None = None
     shell: tuple[str, ...] | None = None
