@@ -242,7 +242,7 @@ static void reap(void)
 			call.spoiled = "its interpreter ended";
 		} else if (call.busy && pid == call.pid)
 			main_ended(status);
-		else if (call.busy && call.job.kind == KIND_PYTHON && !call.answered && call.n_reaped < 16) {
+		else if (call.busy && call.job.kind == KIND_PYTHON && !call.pid && call.n_reaped < 16) {
 			/* Perhaps the call: the interpreter has not told us its number yet. */
 			call.reaped[call.n_reaped] = (i32)pid;
 			call.reaped_status[call.n_reaped++] = status;
@@ -483,7 +483,7 @@ static void dispatch(int *stdio, int value_fd, const u8 *payload, u32 len)
 		fds[n++] = value_fd;
 	if (len > INLINE_BYTES) {
 		body = (int)SYS2(memfd_create, "call", MFD_CLOSE_ON_EXEC);
-		if (body < 0 || write_all(body, payload, len))
+		if (body < 0 || write_all(body, payload, len) || SYS3(lseek, body, 0, 0))
 			call.reason = "no memory for the call's text";
 		fds[n++] = body;
 		head.flags |= 2;

@@ -610,6 +610,7 @@ static __attribute__((noreturn)) void envelope(int sock, u64 disk_bytes, const u
 	u32 n = 0;
 	for (u32 i = 0; i < job.n_argv && i < MAX_WORDS; i++)
 		exec_argv[i] = take_text(&c);
+	exec_argv[job.n_argv < MAX_WORDS ? job.n_argv : MAX_WORDS] = 0; /* there may be the interpreter's, from before */
 	for (u32 i = 0; i < job.n_env && i < MAX_WORDS; i++)
 		n = add_variable(n, take_text(&c));
 	report = (struct report){ .what = 'G' };

@@ -268,7 +268,7 @@ def enter_new(plan: Plan, sync: int, before_pivot: Any = None) -> list[int]:
         mask(proc, dev, plan["masked"], plan["read_only"])
         step = "mount in /dev"
         mounts.attach(mounts.devpts(maximum=MAX_TERMINALS), dev, b"pts")
-        if plan["shm_size"] != 0:
+        if before_pivot is None:  # a member gives each call one
             mounts.attach(mounts.tmpfs(plan["shm_size"], 4096, 0o1777, attrs=mounts.QUIET), dev, b"shm")
         step = "wait for the root file system"
         root, *further = hear(parent, b"root")

@@ -106,7 +106,7 @@ def serve() -> tuple[bytes, int | None, int]:
     return body, call.value, call.value_len
 
 
-def run(call: tuple[bytes, int | None, int], workdir: str, modules: frozenset[str]) -> NoReturn:
+def run(call: tuple[bytes, int | None, int], workdir: str) -> NoReturn:
     import builtins
     import marshal
     import types
@@ -128,16 +128,16 @@ def run(call: tuple[bytes, int | None, int], workdir: str, modules: frozenset[st
     answer = None
     try:
         if kind == "source":
-            space["__file__"] = filename
-            remember(filename, source)
-            exec(compile(source, filename, "exec", dont_inherit=True), space)
+            path = space["__file__"] = os.path.join(workdir, filename)
+            remember(path, source)
+            exec(compile(source, path, "exec", dont_inherit=True), space)
         else:
             answer = apply(function, args, kwargs)
     except SystemExit as end:
         code = exit_code(end)
     except BaseException as error:
         code = report(error)
-    finish(code, answer, value, value_len, space, modules)
+    finish(code, answer, value, value_len, space, workdir)
 
 
 class NoFunction(Exception):
@@ -203,9 +203,7 @@ def report(error: BaseException) -> int | str:
     return -2 if isinstance(error, KeyboardInterrupt) else 1
 
 
-def finish(
-    code: int | str, answer: bytes | None, value: int | None, value_len: int, space: dict[str, object], modules: frozenset[str]
-) -> NoReturn:
+def finish(code: int | str, answer: bytes | None, value: int | None, value_len: int, space: dict[str, object], workdir: str) -> NoReturn:
     """What the interpreter does at its end, as far as anybody can see it, and without taking apart what the call never touched."""
     import atexit
     import gc
@@ -227,11 +225,10 @@ def finish(
     # Files that nobody closed are written when their objects go.
     out, err, plain_out, plain_err = sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__
     space.clear()
-    for name in [name for name in sys.modules if name not in modules]:
-        try:
-            sys.modules.pop(name).__dict__.clear()
-        except BaseException:
-            pass
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and file.startswith(workdir + "/"):
+            module.__dict__.clear()
     try:
         gc.collect()
     except BaseException:
@@ -273,8 +270,7 @@ def start() -> NoReturn:
     import types  # noqa: F401
 
     workdir = warm_up()
-    modules = frozenset(sys.modules)
-    run(serve(), workdir, modules)
+    run(serve(), workdir)
 
 
 start()
