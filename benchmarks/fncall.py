@@ -31,7 +31,7 @@ from examples.demo import humaneval
 from examples.demo.fetch import fetch
 from opendsec.api.fn import PoolInfo
 from opendsec.edge.assemble import assemble
-from opendsec.kernel import cgroups
+from opendsec.kernel import cgroup_files, cgroups
 from opendsec.runtime.container.plan import edge_group
 from opendsec.runtime.fncall.interface import Ended, Job
 from opendsec.runtime.fncall.member import FnMember
@@ -232,10 +232,18 @@ async def programs(client: od.Client, report: Report, repetitions: int, containe
 # --- the hostile mix --------------------------------------------------------------------------------------------------
 
 
-def held(edge_id: str, edge_pid: int) -> tuple[int, int]:
-    """Processes in all members of an edge; bytes of their memory, with what lies in their file systems, and of the edge's own."""
-    members = [group.usage() for group in cgroups.discover().group(f"{edge_group(edge_id)}-fn").children()]
-    return sum(one.pids or 0 for one in members), sum(one.memory_bytes or 0 for one in members) + process_memory(edge_pid)
+async def held(edge_id: str, edge_pid: int) -> tuple[int, int]:
+    """Processes in all members of an edge; bytes of their memory, with what lies in their file systems, and of the edge's own.
+
+    A member at rest makes ready what its next call needs: this waits until the number of processes has been the same for a while.
+    """
+    seen: list[int] = []
+    members: list[cgroup_files.Usage] = []
+    while len(seen) < 40 and (len(seen) < 5 or len(set(seen[-5:])) > 1):
+        await asyncio.sleep(0.05)
+        members = [group.usage() for group in cgroups.discover().group(f"{edge_group(edge_id)}-fn").children()]
+        seen.append(sum(one.pids or 0 for one in members))
+    return seen[-1], sum(one.memory_bytes or 0 for one in members) + process_memory(edge_pid)
 
 
 async def hostile(client: od.Client, report: Report, count: int) -> None:
@@ -248,7 +256,7 @@ async def hostile(client: od.Client, report: Report, count: int) -> None:
         async for _ in client.map(call, [item.input for item in mix(200, seed=2)], window=16):
             pass
         before = await ready(client, "hostile")
-        processes, memory = held(edge.edge_id, edge.pid)
+        processes, memory = await held(edge.edge_id, edge.pid)
         began = time.perf_counter()
         async for result in client.map(call, (item.input for item in items), window=16):
             item = items[result.index]
@@ -263,7 +271,7 @@ async def hostile(client: od.Client, report: Report, count: int) -> None:
         report.add("fncall.hostile.misclassified", classified)
         report.add("fncall.hostile.members_missing", after.spec.size - after.idle)
         report.note("fncall.hostile.members_replaced", after.lost - before.lost, "members")
-        processes_after, memory_after = held(edge.edge_id, edge.pid)
+        processes_after, memory_after = await held(edge.edge_id, edge.pid)
         report.add("fncall.hostile.processes_left", processes_after - processes)
         report.add("fncall.hostile.memory_growth", (memory_after - memory) / MIB)
 

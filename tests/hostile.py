@@ -137,6 +137,7 @@ for name in list(sys.modules):
         del sys.modules[name]
 """,
         "ok",
+        "runtime_error",
     ),
 )
 
