@@ -27,9 +27,9 @@ ROOM_S = 120.0  # for creating the sandbox and ending it; beyond the command's o
 async def trace(node: Node, commands: Commands, request: TraceRequest, *, begin: Callable[[], None]) -> TraceInfo:
     """Run the command and keep what was read with the image. Raises NotFound, Unsupported, and whatever creating a sandbox raises."""
     images = node.images
+    ref = await asyncio.to_thread(images.store.image, request.name)
     if images.loading is None:
         raise Unsupported("this edge loads nothing on demand, so there is nothing to record")
-    ref = await asyncio.to_thread(images.store.image, request.name)
     if images.loading.mechanism == "eager":
         raise Unsupported("this machine downloads images whole, so there is nothing to record; `dsec doctor` says why")
     begin()

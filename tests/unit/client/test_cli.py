@@ -262,6 +262,7 @@ def test_pack_and_what_can_be_asked_of_it(dsec: Dsec) -> None:
     assert "as it should be" in dsec("image", "verify", "made:1").out
     assert json.loads(dsec("image", "verify", "made:1", "--json").out)["findings"] == []
     assert json.loads(dsec("image", "gc", "--grace", "3600", "--json").out)["digests"] == []
+    assert dsec("kill", box).code == 0
 
 
 def test_bars_show_bytes_and_what_for(monkeypatch: pytest.MonkeyPatch) -> None:
