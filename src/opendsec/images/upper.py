@@ -9,6 +9,7 @@ and no link is followed. What a sandbox's upper holds beyond plain files, and wh
     opaque directories      kept: they hide what is below, in whatever the layer is put on
     redirected directories  a renamed directory of a lower layer is an empty one that points there. A layer may be put on other layers,
                             where the pointer would lead elsewhere: so the directory is filled from the merged view and made opaque
+                            (names that a file of a lower layer has in there and elsewhere become files of their own)
     other overlay marks     dropped: they speak of the very mounts that the overlay had. Also `user.overlay.*`, which anybody inside can
                             set and other mounts would believe
     file capabilities       of the sandbox's root become those of the layer's (the id-mapped mount translates)
@@ -23,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -148,6 +150,8 @@ class _Work:
             old = self._away_name()
             os.rename(path, old, src_dir_fd=self.root, dst_dir_fd=self.aside)
             os.rename(name, path, src_dir_fd=self.aside, dst_dir_fd=self.root)
+            with contextlib.suppress(OSError, RecursionError):  # else its names would count as links; with the snapshot it goes anyhow
+                shutil.rmtree(old, dir_fd=self.aside)
             self.log(f"copied the renamed directory {os.fsdecode(path)!r}")
 
     def _redirected(self) -> Iterator[bytes]:
@@ -196,6 +200,8 @@ class _Work:
                     if stat.S_ISDIR(status.st_mode):
                         pending.append((source_path + b"/" + entry, below))
                         continue
+                    if self._linked(source_path + b"/" + entry, below):
+                        continue
                     first = inodes.setdefault((status.st_dev, status.st_ino), below)
                     if first != below:
                         os.link(first, below, src_dir_fd=self.aside, dst_dir_fd=self.aside, follow_symlinks=False)
@@ -206,6 +212,17 @@ class _Work:
                 os.close(source)
         os.setxattr(_in(self.aside, name), OPAQUE, b"y", follow_symlinks=False)
         return name
+
+    def _linked(self, path: bytes, target: bytes) -> bool:
+        """What the sandbox itself has written in a renamed directory needs no copy, and keeps its other names."""
+        try:
+            status = os.stat(path, dir_fd=self.root, follow_symlinks=False)
+        except OSError:
+            return False
+        if stat.S_IFMT(status.st_mode) not in (stat.S_IFREG, stat.S_IFLNK, stat.S_IFIFO):
+            return False
+        os.link(path, target, src_dir_fd=self.root, dst_dir_fd=self.aside, follow_symlinks=False)
+        return True
 
     def _copy_entry(self, source: int, name: bytes, status: os.stat_result, target: bytes) -> None:
         kind = stat.S_IFMT(status.st_mode)

@@ -186,8 +186,9 @@ async def test_warnings_can_fail_it(edge: NodeEdge) -> None:
     )
     await edge.sh(
         box,
-        "cd /work; git commit -q --allow-empty -m 1; git commit -q --allow-empty -m answer; git reset -q --hard HEAD~1; echo 1 >numpy-2.0.tar.gz",
+        "cd /work; git commit -q --allow-empty -m 1; git commit -q --allow-empty -m answer; git reset -q --hard HEAD~1",
     )
+    await edge.sh(box, "echo 1 >/work/numpy-2.0.tar.gz")
     with pytest.raises(Conflict) as error:
         await packed(edge, box, packages=("numpy",), fail_on_warnings=True)
     assert error.value.field == "fail_on_warnings" and error.value.data["warnings"]
