@@ -637,6 +637,7 @@ static __attribute__((noreturn)) void envelope(int sock, u64 disk_bytes, const u
 		long pid = SYS5(clone, CLONE_VM | CLONE_VFORK | SIGCHLD, 0, 0, 0, 0);
 		if (pid == 0)
 			run_program();
+		SYS5(prctl, PR_SET_DUMPABLE, 0, 0, 0, 0);
 		program = (i32)pid;
 		report.error = exec_error;
 		report.what = exec_error ? 'X' : 'G';
