@@ -48,7 +48,7 @@ NEEDED = (
 
 def capabilities(missing: Sequence[str]) -> tuple[Capability, ...]:
     """What this backend can do on a machine that lacks `missing` of `NEEDED`."""
-    can = ("create", "run", "stream", "sessions", "pty", "files", "limits")
+    can = ("create", "run", "stream", "sessions", "pty", "files", "limits", "pack")
     cannot = ("pause", "fork", "snapshot", "network")
     reason = "; ".join(missing)
     return (
