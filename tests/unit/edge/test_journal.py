@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from opendsec.api.errors import Unavailable
 from opendsec.api.sandboxes import Event
 from opendsec.edge.journal import Journal, NewerFormat
-from opendsec.edge.tables import APPLICATION_ID, Retention, SandboxRow
+from opendsec.edge.tables import APPLICATION_ID, SCHEMA, MemberRow, Retention, SandboxRow
 
 
 @pytest.fixture
@@ -191,3 +191,22 @@ def test_a_checkpoint_leaves_the_writer_alone(journal: Journal) -> None:
     assert not journal.checkpoint_due()
     journal.insert_sandbox(row(99, template=template))
     assert len(journal.sandboxes()) == 51
+
+
+def test_a_journal_of_the_first_format_gets_the_tables_of_pools(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    with sqlite3.connect(path) as db:
+        db.executescript(f"{SCHEMA} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = 1;")
+    db.close()
+    journal = Journal(path)
+    member = MemberRow(member_id="sb_1", pool="p", uid_base=65_536, started_at=1.0)
+    journal.put_pool("p", b"{}", 1.0)
+    journal.put_pool("p", b"[]", 2.0)
+    journal.add_member(member)
+    journal.close()
+    journal = Journal(path)
+    assert journal.pools() == {"p": b"[]"} and journal.members() == [member]
+    journal.drop_pool("p")
+    journal.drop_member("sb_1")
+    assert journal.pools() == {} and journal.members() == []
+    journal.close()

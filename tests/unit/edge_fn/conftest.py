@@ -70,6 +70,11 @@ class HeldMembers(FakeMembers):
         self.changed()
         return member
 
+    @property
+    def running(self) -> list[asyncio.Future[Ended]]:
+        """Calls that were not told to end."""
+        return [ending for ending in self.open.values() if not ending.done()]
+
     def changed(self) -> None:
         self._changed.set()
 
@@ -85,8 +90,7 @@ class HeldMembers(FakeMembers):
 
     def end(self, ended: Ended | None = None) -> None:
         """End the oldest call under way."""
-        ending = next(ending for ending in self.open.values() if not ending.done())
-        ending.set_result(ended or Ended(code=0, stdout=b"done", stdout_total=4))
+        self.running[0].set_result(ended or Ended(code=0, stdout=b"done", stdout_total=4))
 
 
 class World:
