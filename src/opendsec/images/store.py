@@ -23,7 +23,6 @@ import errno
 import fcntl
 import hashlib
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +33,7 @@ import msgspec
 
 from opendsec.api.errors import Conflict, Internal, InvalidRequest, NotFound
 from opendsec.api.images import Collected, ComposeRequest, ImageConfig, ImageInfo, ImageList, LayerInfo
-from opendsec.images import chunks, names, origins, records
+from opendsec.images import chunks, garbage, held, names, origins, records
 from opendsec.images import layers as formats
 from opendsec.images.chunks import ChunkTable
 from opendsec.images.layers import DataSource, LayerRecord, LayerRef, LocalData, Missing
@@ -75,7 +74,7 @@ class ImageStore:
             for entry in list(os.scandir(self._temporary)):
                 if entry.is_dir(follow_symlinks=False):
                     with contextlib.suppress(FileNotFoundError):
-                        _remove_unless_held(Path(entry.path))
+                        held.remove_unless_held(Path(entry.path))
                 else:
                     os.unlink(entry.path)  # records are written under the lock, so nobody is writing this one
 
@@ -203,7 +202,7 @@ class ImageStore:
     def workspace(self) -> Iterator[tuple[Path, int]]:
         """A directory under `tmp/` and a descriptor that keeps it: as long as any process holds the descriptor open, start-up of
         another edge leaves the directory alone. Removed at the end."""
-        path, fd = self._held_directory()
+        path, fd = held.new_directory(self._temporary)
         try:
             yield path, fd
         finally:
@@ -272,7 +271,7 @@ class ImageStore:
 
     def drop_partial(self) -> None:
         """Remove what pulls that were cut short have left to go on from."""
-        for path in _idle_files(self.partial):
+        for path in garbage.idle_files(self.partial):
             path.unlink(missing_ok=True)
 
     def add_data(self, digest: str, path: Path) -> None:
@@ -334,27 +333,15 @@ class ImageStore:
             used = set(in_use) | set(self._refs.layers().values())
             for image in self._refs.images():
                 used.update(image.layers)
-            horizon = self._clock() - grace_s
-            garbage: list[str] = []
-            for directory in sorted(self._layers.iterdir()):
-                digest = formats.digest_of(directory)
-                if names.is_digest(digest) and digest not in used and directory.stat().st_mtime <= horizon:
-                    garbage.append(digest)
-            # What stays beside the layers must not outlive them, also after a crash between the two removals.
-            stray = [
-                path
-                for folder in (self.cache, self.traces)
-                for path in (sorted(folder.iterdir()) if folder.is_dir() else ())
-                if not (self._layers / path.name).exists() and formats.digest_of(path) not in used and path.stat().st_mtime <= horizon
-            ]
-            stray += [path for path in _idle_files(self.partial) if path.stat().st_mtime <= horizon]
-            freed = sum(_disk_bytes(path) for digest in garbage for path in self._places(digest)) + sum(map(_disk_bytes, stray))
+            found = garbage.find(self._layers, (self.cache, self.traces), self.partial, used=used, horizon=self._clock() - grace_s)
+            places = [path for digest in found.digests for path in self._places(digest)] + found.strays
+            freed = sum(map(garbage.disk_bytes, places))
             if not dry_run:
-                for digest in garbage:
+                for digest in found.digests:
                     self._discard(digest)
-                for path in stray:
-                    self._remove_tree(path)
-        return Collected(digests=tuple(garbage), freed_bytes=freed, dry_run=dry_run)
+                for path in found.strays:
+                    garbage.remove(path, self._temporary)
+        return Collected(digests=tuple(found.digests), freed_bytes=freed, dry_run=dry_run)
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
@@ -372,15 +359,6 @@ class ImageStore:
         finally:
             os.close(fd)
 
-    def _held_directory(self) -> tuple[Path, int]:
-        while True:
-            path = self._temporary / f"build-{secrets.token_hex(8)}"
-            path.mkdir(mode=0o700)
-            fd = _hold(path)
-            if fd is not None:
-                return path, fd
-            # Another process was clearing up and took it between the two calls.
-
     def _digest(self, text: str, field: str) -> str:
         if not names.is_digest(text):
             return self._refs.layer(text, field)
@@ -397,22 +375,7 @@ class ImageStore:
     def _discard(self, digest: str) -> None:
         self._records.pop(digest, None)
         for path in self._places(digest):
-            self._remove_tree(path)
-
-    def _remove_tree(self, path: Path) -> None:
-        # Out of sight first: a removal cut short leaves half a layer in tmp/, never in layers/.
-        doomed = self._temporary / f"gc-{secrets.token_hex(8)}"
-        try:
-            if path.is_file():
-                return path.unlink()
-            os.rename(path, doomed)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            if error.errno != errno.EXDEV:  # the cache may be a file system of its own
-                raise
-            doomed = path
-        return shutil.rmtree(doomed)
+            garbage.remove(path, self._temporary)
 
     def check(self, digest: str) -> None:
         """That a layer has its files, of the right sizes. Raises NotFound, Internal."""
@@ -489,48 +452,8 @@ def _layer_info(record: LayerRecord, of: Sequence[str]) -> LayerInfo:
     )
 
 
-def _idle_files(folder: Path) -> Iterator[Path]:
-    """Files that nobody holds by flock."""
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        with contextlib.suppress(FileNotFoundError, BlockingIOError), open(path, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            yield path
-
-
-def _disk_bytes(path: Path) -> int:
-    """What removing a directory would give back, about."""
-    if path.is_file():
-        return path.stat().st_blocks * 512
-    return sum(Path(folder, name).lstat().st_blocks * 512 for folder, _, files in os.walk(path) for name in files)
-
-
 def _seal(path: Path) -> None:
     """Durable, and read-only against mistakes (root may still write)."""
     with open(path, "rb") as file:
         os.fchmod(file.fileno(), 0o444)
         os.fsync(file.fileno())
-
-
-def _hold(path: Path) -> int | None:
-    """A descriptor that holds `path` against clearing, or None if it has gone or somebody else holds it."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(fd), os.stat(path)):
-            return fd
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    os.close(fd)
-    return None
-
-
-def _remove_unless_held(path: Path) -> None:
-    fd = _hold(path)
-    if fd is not None:
-        try:
-            shutil.rmtree(path)
-        finally:
-            os.close(fd)
