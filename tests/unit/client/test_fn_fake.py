@@ -19,10 +19,11 @@ from opendsec.testing.contracts import client_fn as contract
 from opendsec.testing.fakes.edge import FakeEdge
 
 CALL = FnCall(argv=("cat",))
+SLOW = ("inputs_wait_for_the_reader", "limits_hold", "maps_over_texts")
 
 
 @pytest.mark.parametrize("transport", ["unix", "httpx"])
-@pytest.mark.parametrize("name", contract.CHECKS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in contract.CHECKS])
 async def test_contract(name: str, transport: str, edge: FakeEdge) -> None:
     def make() -> Client:
         if transport == "unix":
@@ -84,6 +85,7 @@ async def test_leaving_early_without_closing(edge: FakeEdge) -> None:
                 await client.info()
 
 
+@pytest.mark.slow
 def test_the_blocking_client(edge: FakeEdge) -> None:
     with sync.Client(f"unix:{edge.socket_path}") as client:
         assert client.call(source="print(5)").text == "5\n"
