@@ -12,8 +12,9 @@ from opendsec.api.errors import InvalidRequest, Unavailable
 from opendsec.api.sandboxes import Capabilities, Feature
 from opendsec.edge.admission import Policy
 from opendsec.edge.config import BadSettings, Settings
-from opendsec.edge.fn import languages
+from opendsec.edge.fn import devices, languages
 from opendsec.edge.fn.languages import Languages
+from opendsec.edge.fn.parts import NAME as FNCALL
 from opendsec.edge.fn.parts import FnParts
 from opendsec.edge.loading import Loading, feature
 from opendsec.edge.log import Log
@@ -27,7 +28,7 @@ from opendsec.images.store import ImageStore
 from opendsec.kernel import features, procfs
 from opendsec.runtime.backend import Backend
 from opendsec.runtime.container.backend import NAME, NEEDED, ContainerBackend, capabilities
-from opendsec.runtime.fncall.backend import FnMembers
+from opendsec.runtime.fncall import backend as fncall
 from opendsec.runtime.scratch import ScratchSettings, choose
 
 
@@ -110,7 +111,10 @@ async def assemble(settings: Settings, edge_id: str, log: Log) -> Parts:
         stores=stores,
         loading=loading,
         fn=FnParts(
-            backend=FnMembers(backend), languages=load_languages(settings), members=settings.fn_members, cache_bytes=settings.fn_cache
+            backend=fncall.FnMembers(backend),
+            languages=load_languages(settings),
+            members=settings.fn_members,
+            cache_bytes=settings.fn_cache,
         ),
         close=close,
     )
@@ -127,7 +131,7 @@ def load_languages(settings: Settings) -> Languages:
 def mechanism_of(settings: Settings) -> tuple[Mechanism, str]:
     """How layers are loaded here, and why so. Raises BadSettings if what is asked for does not work here. May fork."""
     try:
-        return choose_mechanism(settings.lazy)
+        return choose_mechanism(settings.state_dir, settings.lazy)
     except Unavailable as error:
         raise BadSettings(f"--lazy: {error.message}") from None
 
@@ -156,8 +160,11 @@ def missing_for_containers(found: Iterable[Feature]) -> list[str]:
 def doctor() -> Capabilities:
     """What an edge on this machine could do, without starting one."""
     found = probed_features()
-    loading = feature(*choose_mechanism())
-    return Capabilities(backends={NAME: capabilities(missing_for_containers(found))}, features=(*found, loading))
+    state_dir = Path("/var/lib/opendsec")
+    loading = feature(*choose_mechanism(next(folder for folder in (state_dir, *state_dir.parents) if folder.exists())))
+    missing = missing_for_containers(found)
+    backends = {NAME: capabilities(missing), FNCALL: (*fncall.capabilities(missing), devices.capability(()))}
+    return Capabilities(backends=backends, features=(*found, loading))
 
 
 def scratch_settings(settings: Settings) -> ScratchSettings:

@@ -63,6 +63,7 @@ class Node:
         self.on_destroy: list[Callable[[Box], None]] = []  # before a sandbox is destroyed
         self.on_destroyed: list[Callable[[Box], None]] = []  # once nothing of it is left
         self.flushers: list[Callable[[], None]] = []  # each writes what may be written late
+        self.members: Callable[[], int] = lambda: 0  # of pools: promised memory as sandboxes are, but none of a caller's
         self.layer_users: list[Callable[[], frozenset[str]]] = []  # digests that others than sandboxes use
         self._retention, self._scratch_driver = retention, scratch_driver
         self._dirty: set[Box] = set()
@@ -266,7 +267,7 @@ class Node:
             state=self.phase,
             pid=os.getpid(),
             started_at=self.started_at,
-            sandboxes=self.promised.sandboxes,
+            sandboxes=self.promised.sandboxes - self.members(),
             memory_promised_bytes=self.promised.memory_bytes,
             memory_limit_bytes=self.policy.memory_bytes,
             disk_promised_bytes=self.promised.disk_bytes,

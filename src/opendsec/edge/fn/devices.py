@@ -17,6 +17,9 @@ import msgspec
 
 from opendsec.api.errors import QuotaExceeded, Unsupported
 from opendsec.api.fn import Device
+from opendsec.api.sandboxes import Capability
+
+NO_DEVICES = "this edge has no devices that it could hand into a member"
 
 
 class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,12 +43,17 @@ class Lease(msgspec.Struct, frozen=True):
         return {"CUDA_VISIBLE_DEVICES": name, "NVIDIA_VISIBLE_DEVICES": name}
 
 
+def capability(inventory: Sequence[Accelerator]) -> Capability:
+    """Whether pools here may have devices."""
+    return Capability(name="device", available=bool(inventory), reason="" if inventory else NO_DEVICES)
+
+
 def supported(inventory: Sequence[Accelerator], kind: Device) -> str:
     """ "" if the inventory has any device that can be used this way, else why not."""
     if kind == "none":
         return ""
     if not inventory:
-        return "this edge has no devices"
+        return NO_DEVICES
     if kind == "mig":
         fits = any(device.instances for device in inventory)
         return "" if fits else "none of this edge's devices is partitioned (MIG)"

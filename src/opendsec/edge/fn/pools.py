@@ -49,6 +49,7 @@ class Pools:
         self._closing = asyncio.Event()
         self._watch: asyncio.TimerHandle | None = None
         node.layer_users += [self.layers, backend.layers_in_use]
+        node.members = lambda: len(self.promises)
         node.on_destroyed.append(lambda box: self.room_made())
 
     # --- life ------------------------------------------------------------------------------------------------------------

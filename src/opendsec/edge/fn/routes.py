@@ -16,7 +16,7 @@ from opendsec.api.fn import FnCall, FnResult, JudgeResult, JudgeTask, LanguageLi
 from opendsec.api.ids import check_action_id
 from opendsec.api.sandboxes import Capability
 from opendsec.edge.actions import Action, request_digest
-from opendsec.edge.fn import fusion, judge, outcome
+from opendsec.edge.fn import devices, fusion, judge, outcome
 from opendsec.edge.fn.batch import Batch
 from opendsec.edge.fn.calls import Calls, compile_bounds
 from opendsec.edge.fn.compiled import Compiler, refused
@@ -42,7 +42,9 @@ class Functions:
             self.judge = judge.Judge(self.calls, self.compiler)
 
     def capabilities(self) -> dict[str, tuple[Capability, ...]]:
-        return {} if self.parts is None else {NAME: self.parts.backend.capabilities()}
+        if self.parts is None:
+            return {}
+        return {NAME: (*self.parts.backend.capabilities(), devices.capability(self.parts.devices))}
 
     async def start(self) -> None:
         if self.pools is not None and self.parts is not None:

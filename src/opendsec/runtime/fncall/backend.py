@@ -33,6 +33,17 @@ FIRST_DISK_BYTES = 64 << 20  # of the envelope that is made before the first cal
 CALLERS_STEPS = frozenset(("find the user",))
 
 
+def not_built() -> tuple[str, ...]:
+    """What of this package's own programs is not there."""
+    return tuple(f"{path.name} was not built" for path in (FORKIN, NATIVE / "dsec-calld", ZYGOTE) if not path.exists())
+
+
+def capabilities(missing: Sequence[str]) -> tuple[Capability, ...]:
+    """What members can do on a machine that lacks `missing` of what containers need."""
+    reason = "; ".join((*missing, *not_built()))
+    return tuple(Capability(name=name, available=not reason, reason=reason) for name in ("call", "warm_python", "judge"))
+
+
 class FnMembers:
     """See interface.FnBackend. Shares the spawner, the staging directory and the mounted layers of `containers`, which is started before it
     and closed after it."""
@@ -58,13 +69,11 @@ class FnMembers:
     # --- shared parts ----------------------------------------------------------------------------------------------
 
     def capabilities(self) -> tuple[Capability, ...]:
-        reason = "; ".join((*self._containers.missing, *self._missing))
-        return tuple(Capability(name=name, available=not reason, reason=reason) for name in ("call", "warm_python", "judge"))
+        return capabilities(self._containers.missing)
 
     async def start(self) -> None:
-        missing = [str(path.name) for path in (FORKIN, NATIVE / "dsec-calld", ZYGOTE) if not path.exists()]
-        self._missing = tuple(f"{name} was not built" for name in missing)
-        if not missing:
+        self._missing = not_built()
+        if not self._missing:
             self._programs = [ZYGOTE.read_bytes(), FORKIN.read_bytes()]
 
     async def close(self) -> None:
