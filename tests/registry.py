@@ -16,6 +16,7 @@ import contextlib
 import re
 import subprocess
 import tempfile
+import threading
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,7 @@ http: {addr: "127.0.0.1:0"}
 """
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def registry() -> Generator[str, None, None]:
     """HOST:PORT of a registry that is empty at first; each test uses names of its own."""
     with tempfile.TemporaryDirectory(prefix="registry-") as folder:
@@ -46,9 +47,14 @@ def registry() -> Generator[str, None, None]:
         )
         with process:
             try:
-                yield _address(process)
+                address = _address(process)
+                drain = threading.Thread(target=process.stdout.read if process.stdout else None, daemon=True)
+                drain.start()  # it logs, and would wait for ever on a full pipe
+                yield address
             finally:
                 process.kill()
+                process.wait()
+                drain.join()
 
 
 def _address(process: subprocess.Popen[bytes]) -> str:
@@ -180,7 +186,8 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def _answer(writer: asyncio.StreamWriter, status: int, headers: bytes) -> None:
-    body = b'{"errors":[{"code":"UNAVAILABLE","message":"made up"}]}'
+    code = b"UNAUTHORIZED" if status == 401 else b"UNAVAILABLE"
+    body = b'{"errors":[{"code":"%s","message":"made up"}]}' % code
     writer.write(b"HTTP/1.1 %d Made up\r\n%sConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (status, headers, len(body), body))
     await writer.drain()
 

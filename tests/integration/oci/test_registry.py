@@ -165,7 +165,7 @@ async def test_a_registry_without_tls(store: ImageStore, registry: str, reposito
     [
         (Fault("cut", after=100_000), r"registry 127"),
         (Fault("wrong", after=100_000), r"something else than it should|registry 127"),
-        (Fault("wrong", path="/manifests/"), r"registry 127|cannot be understood|does not match"),
+        (Fault("wrong", path="/manifests/", after=50), r"registry 127|cannot be understood|does not match"),
         (Fault("status", status=503), r"registry 127"),
         (Fault("status", status=500, path="/manifests/"), r"registry 127"),
         (Fault("stall", after=100_000), r"has sent nothing for 1 s"),

@@ -260,6 +260,7 @@ class LayerTree:
             raise BadLayer(f"has a hard link to a directory: {shown(entry.name)} to {shown(entry.link)}")
         if inode.dropped:
             self.note(f"left out the device {shown(entry.name)}")
+            inode = _whiteout(dropped=True)  # an absence has one name
         self._put(parent, name, inode)
 
     # --- the way to an entry -----------------------------------------------------------------------------------------
