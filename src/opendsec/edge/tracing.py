@@ -20,6 +20,7 @@ from opendsec.images.layers import LayerRef
 from opendsec.images.lazy.client import Loader
 from opendsec.images.store import Resolved
 
+DISK_BYTES = 1 << 30
 LABEL = "opendsec.trace"
 ROOM_S = 120.0  # for creating the sandbox and ending it; beyond the command's own time-out its sandbox is gone in any case
 
@@ -57,7 +58,8 @@ async def _copy(node: Node, loader: Loader, name: str, digest: str) -> LayerRef:
 
 
 async def _run(node: Node, commands: Commands, image: str, request: TraceRequest) -> ExecResult:
-    spec = Container(image=image, labels={LABEL: image}, ttl_s=request.timeout_s + ROOM_S)
+    most = node.policy.max_disk_bytes or node.policy.disk_bytes or DISK_BYTES
+    spec = Container(image=image, disk=min(DISK_BYTES, most), labels={LABEL: image}, ttl_s=request.timeout_s + ROOM_S)
     slot = (await node.create(CreateRequest(spec=spec))).slots[0]
     if slot.sandbox is None:
         assert slot.error is not None
