@@ -122,6 +122,9 @@ def test_each_kind_of_store_can_be_opened(url: str, options: str) -> None:
             "store[0].options_from_env.region",
             "is given in options too",
         ),
+        (b'[[store]]\nname = "a"\nurl = "https://b"\nca_file = "x"', "store[0].ca_file", "absolute path"),
+        (b'[[store]]\nname = "a"\nurl = "https://b"\nca_file = "/nonexistent"', "store[0].ca_file", "cannot be read"),
+        (b'[[store]]\nname = "a"\nurl = "https://b"\nca_file = "/etc/hostname"', "store[0].ca_file", "no certificates"),
         (b'[[store]]\nname = "a"\nurl = "/a"\n[[store]]\nname = "a"\nurl = "/b"', "store[1].name", "two stores"),
     ],
 )

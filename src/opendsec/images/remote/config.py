@@ -7,6 +7,7 @@
     writable = true                      # default: false
     attempt_s = 10.0                     # wait so long for one answer
     deadline_s = 60.0                    # give up after so long, with all retries
+    ca_file = "/etc/ssl/site.pem"        # trust these certificates too
 
     [store.options]                      # what the store needs: region, endpoint, credentials; for https://: authorization
     region = "eu-1"
@@ -53,6 +54,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     writable: bool = False
     options: Mapping[str, str] = {}
     patience: Patience = Patience()
+    ca: bytes = b""
 
     @property
     def public_url(self) -> str:
@@ -103,7 +105,7 @@ def open_store(config: StoreConfig) -> RemoteStore:
     if path := _directory(config.url):
         return Patient(PosixStore(config.name, Path(path), writable=config.writable), config.patience)
     try:
-        backend = objects.connect(config.url, config.options, attempt_s=config.patience.attempt_s)
+        backend = objects.connect(config.url, config.options, attempt_s=config.patience.attempt_s, ca=config.ca)
     except objects.BadOptions as error:
         why = str(error)
     else:
@@ -153,7 +155,7 @@ def parse(data: bytes, environ: Mapping[str, str]) -> list[StoreConfig]:
 def _store(entry: object, at: str, environ: Mapping[str, str]) -> StoreConfig:
     if not isinstance(entry, dict):
         raise InvalidRequest("must be a table: [[store]]", field=at)
-    _only(entry, {"name", "url", "writable", "attempt_s", "deadline_s", "options", "options_from_env"}, at)
+    _only(entry, {"name", "url", "writable", "attempt_s", "deadline_s", "ca_file", "options", "options_from_env"}, at)
     name, url, writable = entry.get("name"), entry.get("url"), entry.get("writable", False)
     if not isinstance(name, str) or not is_store_name(name):
         raise InvalidRequest("must be at most 63 of a-z, 0-9, - and _, a letter or digit first", field=f"{at}.name")
@@ -171,11 +173,11 @@ def _store(entry: object, at: str, environ: Mapping[str, str]) -> StoreConfig:
     if options and _directory(url):
         raise InvalidRequest("a directory takes no options", field=f"{at}.options")
     patience = Patience(attempt_s=_seconds(entry, "attempt_s", 10.0, at), deadline_s=_seconds(entry, "deadline_s", 60.0, at))
-    config = StoreConfig(name=name, url=url, writable=writable, options=options, patience=patience)
+    config = StoreConfig(name=name, url=url, writable=writable, options=options, patience=patience, ca=_certificates(entry, at))
     if not _directory(url):
         why = ""
         try:
-            objects.connect(url, options, attempt_s=1.0)
+            objects.connect(url, options, attempt_s=1.0, ca=config.ca)
         except objects.BadOptions as error:
             why = str(error)
         if why:
@@ -197,6 +199,22 @@ def _strings(value: object, at: str) -> dict[str, str]:
         if not isinstance(text, str):
             raise InvalidRequest("must be a string", field=f"{at}.{key[:80]}")
     return dict(value)
+
+
+def _certificates(entry: Mapping[str, object], at: str) -> bytes:
+    path = entry.get("ca_file", "")
+    if not isinstance(path, str) or (path and not path.startswith("/")):
+        raise InvalidRequest("must be an absolute path", field=f"{at}.ca_file")
+    if not path:
+        return b""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise InvalidRequest(f"cannot be read: {error.strerror}", field=f"{at}.ca_file") from None
+    if b"-----BEGIN CERTIFICATE-----" not in data or len(data) > _MAX_BYTES:
+        raise InvalidRequest("has no certificates in PEM form", field=f"{at}.ca_file")
+    return data
 
 
 def _seconds(entry: Mapping[str, object], key: str, default: float, at: str) -> float:

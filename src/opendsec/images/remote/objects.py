@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _THREADS = 32
+_LONGEST_S = 900.0
 _PART_BYTES = 8 << 20
 _MAX_WHOLE = 1 << 30  # what is put in one piece is held in memory
 _PARTS = 5000  # S3 takes 10,000
@@ -37,18 +38,22 @@ class BadOptions(Exception):
     """The options or the address are not such as the store takes. Says nothing of their values."""
 
 
-def connect(url: str, options: Mapping[str, str], *, attempt_s: float) -> Backend:
-    """Nothing is sent yet. Raises BadOptions."""
+def connect(url: str, options: Mapping[str, str], *, attempt_s: float, ca: bytes = b"") -> Backend:
+    """Nothing is sent yet. `ca`: certificates (PEM) that are trusted besides the usual ones. Raises BadOptions."""
     # Here, because loading it takes 0.1 s and an edge without remote stores needs none of it.
     import obstore.exceptions
     import obstore.store
 
     client: dict[str, object] = {
-        "timeout": timedelta(seconds=attempt_s),
+        # A large answer may take long; one that stands still may not. Who waits has a deadline of its own.
+        "read_timeout": timedelta(seconds=attempt_s),
+        "timeout": timedelta(seconds=max(_LONGEST_S, attempt_s)),
         "connect_timeout": timedelta(seconds=min(attempt_s, 5.0)),
         "user_agent": "opendsec",
         "allow_http": url.startswith("http://") or options.get("endpoint", "").startswith("http://"),
     }
+    if ca:
+        client["root_certificate"] = ca
     options = dict(options)
     if url.startswith(("http://", "https://")):
         authorization = options.pop("authorization", None)
