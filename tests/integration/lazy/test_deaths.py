@@ -78,7 +78,11 @@ async def test_the_edge_dies_and_the_next_one_adopts(tmp_path: Path) -> None:
         async with rig.loader() as loader:
             mount = await rig.mount(loader, layer)
             before = rig.pids("loader")
-        assert await rig.read(mount, "big") == layer.files["big"]  # nobody is attached
+            gate = rig.web.hold("data.blob")
+            reader = Reader(mount, "big")
+            await asyncio.to_thread(gate.wait_arrived)
+        rig.web.let_go()
+        assert await reader.result_soon() == layer.files["big"]  # nobody is attached
         async with rig.loader() as loader:
             assert rig.pids("loader") == before and loader.lost == ()
             assert await rig.read(mount, "other") == layer.files["other"]
@@ -95,8 +99,14 @@ async def test_all_are_killed_and_what_was_mounted_is_told_as_lost(tmp_path: Pat
         rig.kill_all()
         async with rig.loader() as loader:
             assert loader.lost == (mounted.digest,)
+            os.kill(rig.pids("loader")[0], signal.SIGKILL)  # it is not forgotten before the edge has done what is to be done
+        async with rig.loader() as loader:
+            assert loader.lost == (mounted.digest,)
+            await loader.forget_lost()
             # A new mount is right: what the old one may have got is in its own page cache.
             assert await rig.read(await rig.mount(loader, mounted), "big") == mounted.files["big"]
+        async with rig.loader() as loader:
+            assert loader.lost == ()
 
 
 async def test_the_family_ends_when_nobody_needs_it(tmp_path: Path) -> None:

@@ -133,6 +133,33 @@ async def test_a_disk_that_stays_full_is_eio_and_an_event(tmp_path: Path) -> Non
             rig.wait(lambda: Reader(mount, "small").result() == layer.files["small"])
 
 
+async def test_no_space_for_even_the_map_is_an_error_of_the_edge(tmp_path: Path) -> None:
+    with impatient(tmp_path) as rig:
+        layer = rig.layer({"big": noise(3 * MIB, 1)})
+        async with small_cache(rig, MIB) as loader:
+            before = rig.pids("loader")
+            with open(rig.store.cache / "ballast", "wb") as file, pytest.raises(OSError, match="No space"):
+                while file.write(bytes(4096)):
+                    file.flush()
+            with pytest.raises(Unavailable, match="No space left"):
+                await loader.ensure(layer.digest)
+            (rig.store.cache / "ballast").unlink()
+            await loader.ensure(layer.digest)
+            assert rig.pids("loader") == before
+
+
+async def test_a_stores_file_that_is_wrong_does_not_end_the_loader(tmp_path: Path) -> None:
+    with impatient(tmp_path) as rig:
+        layer = rig.layer({"big": noise(MIB, 1)})
+        rig.stores.write_text("[[store")
+        async with rig.loader() as loader:
+            mount = await rig.mount(loader, layer)
+            assert await Reader(mount, "big").result_soon() == errno.EIO
+            assert "stores.toml" in (await rig.wait_event("load.failed")).message
+            rig.set_stores({"web": rig.web.url})
+            rig.wait(lambda: Reader(mount, "big").result() == layer.files["big"])
+
+
 # --- the map -------------------------------------------------------------------------------------------------------
 
 

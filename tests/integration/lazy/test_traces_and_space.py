@@ -57,6 +57,24 @@ async def test_a_trace_is_replayed_in_its_order_when_the_layer_is_first_used(tmp
             assert [request.start >> 16 for request in rig.web.requests] == wanted
 
 
+async def test_a_trace_is_replayed_again_after_the_layer_was_dropped(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        layer = rig.layer({f"f{n:02}": noise(65536 * 2, n) for n in range(30)})
+        wanted = [layer.chunks_of(f"f{n:02}").start for n in (20, 4)]
+        content = trace.encode(
+            [(chunk, place) for place, chunk in enumerate(wanted)], bytes.fromhex(rig.store.record(layer.digest).chunks_sha256)
+        )
+        trace.write(rig.store.traces / rig.cached(layer).name, content)
+        async with rig.loader() as loader:
+            path, _ = await loader.ensure(layer.digest)
+            await loader.warm(layer.digest, traced_only=True)
+            assert await loader.evict(layer.digest) == 2 * 65536
+            rig.web.reset()
+            mount = await asyncio.to_thread(rig.mount_data, layer, path)  # without asking again, as the store does
+            assert await rig.read(mount, "f10") == layer.files["f10"]
+            rig.wait(lambda: {request.start >> 16 for request in rig.web.requests} >= set(wanted))
+
+
 async def test_demand_goes_before_prefetch(tmp_path: Path) -> None:
     with Rig(tmp_path) as rig:
         layer = rig.layer({"big": noise(64 * MIB, 1), "small": noise(20_000, 2)})

@@ -71,6 +71,7 @@ class CachedLayer:
         self.readahead: ReadAhead | None = ReadAhead(table.count)
         self.marked = False
         self.was_unmarked = False  # or else unwatched, with somebody having it open: nothing may be dropped under that one
+        self.replayed = False  # its trace, since it was empty
         self.opens = 0  # of a FUSE file that shows this
         self.used_at = time.monotonic()
         self.trace: list[Entry] | None = None  # first touches, if they are to be recorded
@@ -223,7 +224,8 @@ class CachedLayer:
 
     def close(self, *, clean: bool = True) -> None:
         self.map.close(clean=clean)
-        os.close(self.fd)
+        fd, self.fd = self.fd, -1
+        os.close(fd)
 
 
 def _open_data(path: Path, inherited: Mapping[Key, int]) -> int:

@@ -48,6 +48,8 @@ class ChunkMap:
             found, trusted = _read(self._fd, count, table_sha256, uuid.UUID(boot_id).bytes)
             self.damaged = found is None and os.fstat(self._fd).st_size > 0
             os.ftruncate(self._fd, size)
+            # Now, because a write into mapped memory that finds no space kills the process.
+            os.posix_fallocate(self._fd, 0, size)
             self._map = mmap.mmap(self._fd, size)
         except BaseException:
             os.close(self._fd)

@@ -27,6 +27,7 @@ from opendsec.kernel.fanotify import can_watch
 
 SOCKET, LOCK, LOG = "loader.sock", "loader.lock", "loader.log"
 START_S = 30.0
+AGAIN_S = 5.0
 # It is nobody's child, since it outlives whoever starts it.
 PROGRAM = "import os\nif os.fork(): os._exit(0)\nfrom opendsec.images.lazy.keeper import main; main()"
 SETTING = "OPENDSEC_LAZY"
@@ -160,8 +161,10 @@ class Loader:
     def __init__(self, settings: Settings, on_event: Callable[[Event], None] = lambda event: None) -> None:
         self.settings = settings
         self.lost: tuple[str, ...] = ()
-        """Digests of layers whose mounts may have read wrong bytes. Sandboxes that use them must end."""
+        """Digests of layers whose mounts, made before now, may have read wrong bytes. Sandboxes that use them must end as lost; then call
+        `forget_lost`."""
         self._on_event = on_event
+        self._pid = 0
         self._group = -1
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -212,6 +215,11 @@ class Loader:
     async def evict(self, digest: str) -> int:
         """Drop what is here of a layer that nobody has mounted; how many bytes."""
         return (await self._call("evict", digest=digest)).freed_bytes
+
+    async def forget_lost(self) -> None:
+        """All sandboxes that `lost` concerned are gone."""
+        await self._call("forget_lost")
+        self.lost = ()
 
     async def shutdown(self, *, force: bool = False) -> None:
         """End the family. Raises Conflict if it is needed, unless by `force`: then whoever still reads incomplete layers reads holes."""
@@ -265,8 +273,10 @@ class Loader:
             old, self._group = self._group, connection.group
             if old >= 0:
                 os.close(old)
-            if connection.hello.lost:
-                self.lost = tuple(sorted({*self.lost, *connection.hello.lost}))
+            self.lost = connection.hello.lost
+            if self._pid not in (0, connection.hello.pid):
+                self._on_event(Event(event="loader.restarted", message="the loader of layers died and was replaced"))
+            self._pid = connection.hello.pid
             self._writer = writer
             writer.write(encode(Call(id=0, op="attach")))
             self._reading = asyncio.ensure_future(self._read(reader, writer))
@@ -312,6 +322,10 @@ class Loader:
                 asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(self._again()))
 
     async def _again(self) -> None:
-        if not self._closed:
-            with contextlib.suppress(OpenDSecError):
+        while not self._closed:
+            try:
                 await self._connected()
+                return
+            except OpenDSecError as error:
+                self._on_event(Event(event="loader.unreachable", message=str(error)))
+                await asyncio.sleep(AGAIN_S)

@@ -29,6 +29,7 @@ from opendsec.kernel.fuse import Request
 class FuseFiles:
     def __init__(self, board: Board, engine: Callable[[CachedLayer], Engine]) -> None:
         self._board, self._engine = board, engine
+        self.on_miss: Callable[[CachedLayer], None] = lambda layer: None  # on the loop
         self._loop = asyncio.get_running_loop()
         self._nodes: dict[int, CachedLayer] = {}
         self._asked: set[int] = set()  # numbers on the board that are taken
@@ -157,6 +158,7 @@ class FuseFiles:
                 self._miss(layer, number, unique, offset, size, chunks)
 
         self._engine(layer).want(layer, chunks, done)
+        self.on_miss(layer)
 
     def _answer(self, number: int, unique: int, error: int, data: bytes) -> None:
         if error:

@@ -106,8 +106,8 @@ class ReloadingStores:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._stamp = self._look()
-        self._stores = config.load(path)
+        self._stamp: tuple[int, int] | None = None
+        self._stores = config.Stores({})
 
     def _look(self) -> tuple[int, int] | None:
         try:
@@ -118,8 +118,8 @@ class ReloadingStores:
 
     def get(self, name: str) -> RemoteStore:
         if (stamp := self._look()) != self._stamp:
-            self._stamp = stamp
             self._stores = config.load(self._path)  # the old ones may be at work: they go with their last request
+            self._stamp = stamp
         return self._stores.get(name)
 
 
@@ -170,24 +170,22 @@ class Loader:
         if group is not None:
             self.watch = Watch(group, board, self.registry.by_key.get, self.engine_of)
             self.watch.own = self._own
+            self.watch.on_miss = self._replay
             self.watch.start()
             if not watched:
-                self.lost = await self._pool_run(lambda: tuple(layer.digest for layer in suspects if not _whole(layer)))
+                await self._pool_run(lambda: self.registry.add_lost(layer.digest for layer in suspects if not _whole(layer)))
         elif self.job.mechanism == "fuse":
             self.fuse = FuseFiles(board, self.engine_of)
+            self.fuse.on_miss = self._replay
             for layer in self.registry.all():
                 self.fuse.add(layer)
             self.fuse.start()
             self.registry.on_change = (self.fuse.add, self.fuse.remove)
         board.set("started", 1)
-        for layer in self.registry.all():
-            if layer.upstream is None and not layer.complete and ABSENT not in layer.map.states:
-                self.engine.prefetch(layer, ((chunk, PATROL_PLACE) for chunk in range(layer.table.count)))
+        self.lost = await self.in_registry(self.registry.lost)
+        for layer in suspects:
+            self._patrol(layer)
         await self.server.start()
-        if successor:
-            self._tell("loader.restarted", "", "the loader died and was replaced")
-        for digest in self.lost:
-            self._tell("load.lost", digest, "nobody watched its readers for a while")
 
     async def _pool_run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
@@ -236,10 +234,9 @@ class Loader:
 
     async def ensure(self, digest: str) -> CachedLayer:
         """The layer, ready to be mounted. Raises OpenDSecError, OSError."""
-        known = digest in self.registry.layers
         layer = await self.in_registry(lambda: self.registry.open(digest))
-        if not known:
-            self._replay(layer)
+        self._replay(layer)
+        self._patrol(layer)
         if self.job.mechanism == "eager":
             await self.all_of(layer)
         return layer
@@ -259,7 +256,19 @@ class Loader:
         return self._places.setdefault(name, itertools.count())
 
     def _replay(self, layer: CachedLayer) -> None:
-        self.engine.prefetch(layer, self.traced(layer))
+        """Once for each time that it is loaded anew."""
+        if not layer.replayed and layer.upstream is None and not layer.complete:
+            layer.replayed = True
+            self.engine.prefetch(layer, self.traced(layer))
+
+    def _patrol(self, layer: CachedLayer) -> None:
+        """All seems to be here, but for certain: then it needs no mark."""
+        if layer.upstream is None and not layer.complete and ABSENT not in layer.map.states:
+            self.engine.prefetch(layer, ((chunk, PATROL_PLACE) for chunk in range(layer.table.count)))
+
+    async def forget_lost(self) -> None:
+        self.lost = ()
+        await self.in_registry(self.registry.forget_lost)
 
     async def all_of(self, layer: CachedLayer, *, traced_only: bool = False) -> None:
         """Load all, or what the trace says, and wait for it. Raises OpenDSecError."""

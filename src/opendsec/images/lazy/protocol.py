@@ -20,7 +20,7 @@ VERSION = 1
 MAX_LINE = 1 << 20
 
 Mechanism = Literal["fanotify", "fuse", "eager"]
-Op = Literal["attach", "ensure", "warm", "trace_start", "trace_stop", "stats", "evict", "shutdown"]
+Op = Literal["attach", "ensure", "warm", "trace_start", "trace_stop", "stats", "evict", "forget_lost", "shutdown"]
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +76,12 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """load.failed, load.damaged, cache.full, loader.restarted, …"""
+    """load.failed     readers of the layer got EIO; the message says why
+    load.damaged    a store gave a chunk that does not match its checksum
+    cache.full      no disk space; something was dropped, or readers got EIO
+    trace.damaged   a layer's trace cannot be read and was not replayed
+    loader.restarted, loader.unreachable      told by `client`
+    """
 
     event: str
     digest: str = ""

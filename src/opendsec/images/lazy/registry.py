@@ -14,7 +14,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from opendsec.api.errors import Internal, InvalidRequest, NotFound, OpenDSecError
@@ -30,6 +30,7 @@ from opendsec.images.store import ImageStore
 from opendsec.kernel import procfs
 from opendsec.kernel.fanotify import Group
 
+LOST = "lost"  # in the cache
 _TRACE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 _VIEW = re.compile(r"view-([a-z0-9][a-z0-9_-]{0,63})--(sha256-[0-9a-f]{64})")
 
@@ -150,6 +151,21 @@ class Registry:
         yield from list(self.layers.values())
         yield from list(self.views.values())
 
+    # What was lost is kept in a file until the edge has ended all who were concerned: a mount made since then is right.
+
+    def add_lost(self, digests: Iterable[str]) -> None:
+        if new := [*self.lost(), *digests]:
+            (self.store.cache / LOST).write_text("\n".join(new))
+
+    def lost(self) -> tuple[str, ...]:
+        try:
+            return tuple(sorted(set((self.store.cache / LOST).read_text().split())))
+        except FileNotFoundError:
+            return ()
+
+    def forget_lost(self) -> None:
+        (self.store.cache / LOST).unlink(missing_ok=True)
+
     def local_bytes(self) -> int:
         return sum(layer.local_bytes for layer in self.all())
 
@@ -162,7 +178,7 @@ class Registry:
             if not was_marked:
                 self.unmark_if_complete(layer)
             return 0
-        layer.was_unmarked = False
+        layer.was_unmarked = layer.replayed = False
         return layer.drop([index for index, state in enumerate(layer.map.states) if state != ABSENT], quiet_s=0.0)
 
     def close(self, layer: CachedLayer, *, remove: bool = False) -> None:

@@ -127,6 +127,9 @@ class Server:
             layer = loader.registry.layers.get(call.digest)
             freed = 0 if layer is None else await loader.in_registry(lambda: loader.registry.drop_whole(layer))
             return Reply(id=call.id, freed_bytes=freed)
+        if call.op == "forget_lost":
+            await loader.forget_lost()
+            return Reply(id=call.id)
         if call.op == "shutdown":
             needed = await loader.in_registry(lambda: [one.digest for one in loader.registry.all() if one.marked and one.in_use()])
             if needed and not call.force:

@@ -29,6 +29,7 @@ class Watch:
     def __init__(self, group: Group, board: Board, find: Find, engine: Callable[[CachedLayer], Engine]) -> None:
         """`find`: the layer of a (device, inode); called in the thread, as is nothing else of what is given."""
         self._group, self._board, self._engine, self._find = group, board, engine, find
+        self.on_miss: Callable[[CachedLayer], None] = lambda layer: None  # on the loop
         self._loop = asyncio.get_running_loop()
         self.own: set[int] = set()  # threads of ours: what they do to a data file asks like anybody's, but nobody else would answer
         self._stopping, self._stop = os.pipe2(os.O_CLOEXEC)
@@ -91,6 +92,7 @@ class Watch:
                 self._answer(event, error)
 
         self._engine(layer).want(layer, chunks, done)
+        self.on_miss(layer)
 
     def _ahead(self, layer: CachedLayer, chunks: range) -> None:
         self._engine(layer).prefetch(layer, ((chunk, READ_AHEAD) for chunk in chunks))
