@@ -5,7 +5,7 @@ Paths hold `{name}` placeholders. `request` is the JSON body's type; None means 
 `response` is the JSON body's type; with `stream` it is the type of one NDJSON line; None means no content or a raw body.
 
 Every route that `mutates` takes an action id, in the field `action_id` of its JSON body where that has one, else as a query parameter.
-The one exception is IMAGE_BUILD, which may be repeated as it is: what it makes is named by its content.
+The exceptions are streams of progress, which may be repeated as they are: what they make is named by its content.
 """
 
 from __future__ import annotations
