@@ -216,3 +216,12 @@ async def test_stuck_threads_block_no_loop_and_what_waited_behind_them_is_not_ru
     await workers.run(run(2))
     assert ran == [2]
     workers.close()
+
+
+async def test_closed_is_closed() -> None:
+    workers = Workers("w")
+    await workers.run(lambda abandoned: None)
+    workers.close()
+    workers.close()
+    with pytest.raises(RuntimeError, match="w is closed"):
+        await workers.run(lambda abandoned: None)

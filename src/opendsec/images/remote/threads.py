@@ -27,6 +27,7 @@ class Workers:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads = self._idle = 0
+        self._closed = False
 
     async def run(self, call: Callable[[Abandoned], T]) -> T:
         """`call` in a thread. On cancellation this returns at once, and `call` sees its argument set when it next looks."""
@@ -62,7 +63,9 @@ class Workers:
 
     def _start(self, job: Job) -> None:
         with self._lock:
-            if self._idle:
+            if self._closed:
+                raise RuntimeError(f"{self._name} is closed")
+            if self._idle > 0:
                 self._idle -= 1
             elif self._threads < self._limit:
                 self._threads += 1
@@ -80,6 +83,6 @@ class Workers:
     def close(self) -> None:
         """Idle threads end; stuck ones when they can."""
         with self._lock:
+            self._closed = True
             for _ in range(self._threads):
                 self._jobs.put(None)
-            self._threads = self._idle = 0
