@@ -969,12 +969,13 @@ __attribute__((noreturn, used)) void begin(long *stack)
 		struct pollfd polled[2] = { { .fd = EDGE, .events = POLLIN }, { .fd = signals, .events = POLLIN } };
 		int fds[MAX_PASSED], n_fds;
 		u8 scrap[1024];
+		if (interpreter >= 0 && interpreter_pid < 0)
+			quit(76); /* the edge sees us gone, and makes another member */
 		SYS5(ppoll, polled, 2, 0, 0, 0);
 		if (polled[1].revents) {
 			SYS3(read, signals, scrap, sizeof(scrap));
 			reap();
-			if (interpreter >= 0 && interpreter_pid < 0)
-				quit(76); /* the edge sees us gone, and makes another member */
+			continue;
 		}
 		if (!polled[0].revents)
 			continue;

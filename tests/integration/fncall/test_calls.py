@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What calls are and give: program texts, functions, programs; input and output; files; as plain Python does it."""
 
+# ruff: noqa: E501  (programs, line by line)
 from __future__ import annotations
 
 import ast
@@ -82,8 +83,6 @@ def test_functions(member: Calls) -> None:
     assert member.function("os.path:join", "a", "b").value == b'"a/b"'
     text = b"def f(x, *, y=1):\n    print('said')\n    return {'x': x, 'y': y}\nclass C:\n    g = lambda: 5\n"
     mine = {"mine.py": text}
-        "mine.py": b"def f(x, *, y=1):\n    print('said')\n    return {'x': x, 'y': y}\nclass C:\n    @staticmethod\n    def g():\n        return 5\n"
-    }
     ended = member.function("mine:f", "é", kwargs={"y": [2]}, files=mine)
     assert (ended.code, ended.value, ended.stdout) == (0, b'{"x": "\\u00e9", "y": [2]}', b"said\n")
     assert member.function("mine:C.g", files=mine).value == b"5"

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 def warm_up() -> str:
     """Import and run what was asked for; returns the calls' working directory. Whatever fails goes to standard error as a traceback of its
     own, and ends us."""
-    import importlib
     import marshal
     import types
 
@@ -42,7 +41,6 @@ def warm_up() -> str:
 
 
 def fail(what: str, error: BaseException) -> NoReturn:
-    import traceback
 
     trace = error.__traceback__.tb_next if error.__traceback__ else None
     print(what + ":", file=sys.stderr)
@@ -53,14 +51,25 @@ def fail(what: str, error: BaseException) -> NoReturn:
 
 def remember(filename: str, source: str) -> None:
     """Make the source known to tracebacks: there is no such file."""
-    import linecache
+    lines[filename] = (len(source), None, source.splitlines(True), filename)
 
-    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+
+def share(library: object) -> None:
+    """Have forks share the page tables of programs and libraries: see forkin.c."""
+    with open("/proc/self/maps", "rb") as file:
+        lines = file.read().split(b"\n")
+    for line in lines:
+        fields = line.split()
+        if len(fields) < 6 or fields[5][:1] != b"/" or fields[5][:6] == b"/memfd" or fields[1] not in (b"r-xp", b"r--p"):
+            continue
+        start, _, end = fields[0].partition(b"-")
+        at, size = int(start, 16), int(end, 16) - int(start, 16)
+        if 16384 <= size <= 32 << 20:
+            library.forkin_share(at, size, 5 if fields[1] == b"r-xp" else 1)  # type: ignore[attr-defined]
 
 
 def serve() -> tuple[bytes, int | None, int]:
     """Returns in forks, with the call: (marshalled, where a function's value goes, how much fits there)."""
-    import ctypes
     import gc
 
     class Call(ctypes.Structure):
@@ -78,20 +87,22 @@ def serve() -> tuple[bytes, int | None, int]:
     pointer = ctypes.c_void_p
     fork = ctypes.cast(ctypes.CDLL(None).fork, pointer)
     after = ctypes.cast(ctypes.pythonapi.PyOS_AfterFork_Child, pointer)
+    library.forkin_share.argtypes = [pointer, ctypes.c_uint64, ctypes.c_int]
     library.forkin_serve.argtypes = [ctypes.c_int, pointer, pointer, ctypes.POINTER(Call)]
     library.forkin_serve.restype = ctypes.c_long
     call = Call()
     os.close(4)
     os.close(5)
-    os.write(3, b"R")
-    before, serving = ctypes.pythonapi.PyOS_BeforeFork, library.forkin_serve
+    share(library)
+    before, serving, string_at, close, stop = ctypes.pythonapi.PyOS_BeforeFork, library.forkin_serve, ctypes.string_at, os.close, os._exit
     before.restype = None
     reference = ctypes.byref(call)
     gc.collect()
     gc.freeze()  # a collection in a fork touches, and so copies, nothing of what is here now
+    os.write(3, b"R")
     before()
     if serving(3, fork, after, reference) < 0:
-        os._exit(0)  # the supervisor is gone
+        stop(0)  # the supervisor is gone
     if call.body_fd >= 0:
         parts = []
         while True:
@@ -99,33 +110,31 @@ def serve() -> tuple[bytes, int | None, int]:
             if not part:
                 break
             parts.append(part)
-        os.close(call.body_fd)
+        close(call.body_fd)
         body = b"".join(parts)
     else:
-        body = ctypes.string_at(call.body, call.body_len)
+        body = string_at(call.body, call.body_len)
     return body, call.value, call.value_len
 
 
 def run(call: tuple[bytes, int | None, int], workdir: str) -> NoReturn:
-    import builtins
-    import marshal
-    import types
-
     body, value, value_len = call
-    kind, source, filename, function, args, kwargs, env = marshal.loads(body)
+    kind, source, filename, function, args, kwargs, env = loads(body)
     os.chdir(workdir)
     if env:
         os.environ.update(env)
     sys.argv = [filename if kind == "source" else "-c"]
     sys.path[0] = workdir
-    main = types.ModuleType("__main__")
+    main = Module("__main__")
     space = main.__dict__
     space["__builtins__"] = builtins
-    sys.modules["__main__"] = main
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()
+    modules = sys.modules
+    modules["__main__"] = main
+    if "numpy.random" in modules:
+        modules["numpy.random"].seed()
     code: int | str = 0
     answer = None
+    count = len(modules)
     try:
         if kind == "source":
             path = space["__file__"] = os.path.join(workdir, filename)
@@ -137,7 +146,7 @@ def run(call: tuple[bytes, int | None, int], workdir: str) -> NoReturn:
         code = exit_code(end)
     except BaseException as error:
         code = report(error)
-    finish(code, answer, value, value_len, space, workdir)
+    finish(code, answer, value, value_len, space, workdir if len(modules) != count else "")
 
 
 class NoFunction(Exception):
@@ -145,8 +154,6 @@ class NoFunction(Exception):
 
 
 def apply(function: str, args: bytes, kwargs: bytes) -> bytes:
-    import importlib
-    import json
 
     module, _, path = function.partition(":")
     try:
@@ -204,17 +211,17 @@ def report(error: BaseException) -> int | str:
 
 
 def finish(code: int | str, answer: bytes | None, value: int | None, value_len: int, space: dict[str, object], workdir: str) -> NoReturn:
-    """What the interpreter does at its end, as far as anybody can see it, and without taking apart what the call never touched."""
-    import atexit
-    import gc
-
+    """What the interpreter does at its end, as far as anybody can see it, and without taking apart what the call never touched.
+    `workdir`: beneath which modules may have come to be, or nothing."""
     message, status = (code, 1) if isinstance(code, str) else (None, code)
-    if "threading" in sys.modules:
+    threading = sys.modules.get("threading")
+    if threading is not None:
         try:
-            sys.modules["threading"]._shutdown()
+            threading._shutdown()
         except BaseException:
             pass
-    atexit._run_exitfuncs()
+    if exits():
+        run_exits()
     if answer is not None and (value is None or len(answer) > value_len - 8):
         print(f"ValueError: the function's value is larger than {value_len - 8} bytes as JSON", file=sys.stderr)
         status = 1
@@ -225,12 +232,13 @@ def finish(code: int | str, answer: bytes | None, value: int | None, value_len: 
     # Files that nobody closed are written when their objects go.
     out, err, plain_out, plain_err = sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__
     space.clear()
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if isinstance(file, str) and file.startswith(workdir + "/"):
-            module.__dict__.clear()
+    if workdir:
+        for module in list(sys.modules.values()):
+            file = getattr(module, "__file__", None)
+            if isinstance(file, str) and file.startswith(workdir + "/"):
+                module.__dict__.clear()
     try:
-        gc.collect()
+        collect()
     except BaseException:
         pass
     for stream in (out, plain_out, err, plain_err):
@@ -249,28 +257,28 @@ def finish(code: int | str, answer: bytes | None, value: int | None, value_len: 
 
 
 def deliver(kind: int, data: bytes, value: int) -> None:
-    import ctypes
-    import struct
 
     ctypes.memmove(value + 8, data, len(data))
     ctypes.memmove(value, struct.pack("<II", kind, len(data)), 8)
 
 
-def start() -> NoReturn:
-    import builtins  # noqa: F401  (what `run` and `finish` need is imported here, once)
-    import ctypes  # noqa: F401
-    import importlib  # noqa: F401
-    import json  # noqa: F401
-    import linecache  # noqa: F401
-    import marshal  # noqa: F401
-    import signal  # noqa: F401
-    import struct  # noqa: F401
-    import threading  # noqa: F401
-    import traceback  # noqa: F401
-    import types  # noqa: F401
+# What a call needs of other modules is looked up once. To import a module again, or to look into one, writes to it (its count of
+# references), and what is written to is copied.
+import atexit  # noqa: E402
+import builtins  # noqa: E402
+import ctypes  # noqa: E402
+import gc  # noqa: E402
+import importlib  # noqa: E402
+import json  # noqa: E402
+import linecache  # noqa: E402
+import marshal  # noqa: E402
+import signal  # noqa: E402, F401
+import struct  # noqa: E402
+import traceback  # noqa: E402
+import types  # noqa: E402
 
-    workdir = warm_up()
-    run(serve(), workdir)
+loads, Module, lines, collect = marshal.loads, types.ModuleType, linecache.cache, gc.collect
+exits, run_exits = atexit._ncallbacks, atexit._run_exitfuncs
 
-
-start()
+workdir = warm_up()
+run(serve(), workdir)
