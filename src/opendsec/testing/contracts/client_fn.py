@@ -141,6 +141,20 @@ async def limits_hold(setup: Setup) -> None:
 
 
 @check
+async def cancelling_a_call_ends_it(setup: Setup) -> None:
+    async with setup.client() as client, setup.pool(client) as pool:
+        calling = asyncio.ensure_future(client.call(source=FOREVER, pool=pool))
+        while not any(one.busy for one in await client.pools.list() if one.spec.name == pool):
+            assert not calling.done(), calling
+        calling.cancel()
+        await asyncio.wait((calling,))
+        assert calling.cancelled()
+        assert (await client.call(source="print(1)", pool=pool)).ok  # the only member is free again
+        while any(one.busy for one in await client.pools.list() if one.spec.name == pool):
+            pass
+
+
+@check
 async def refuses_what_it_cannot_run(setup: Setup) -> None:
     async with setup.client() as client:
         await _refused(client.call(), InvalidRequest, "source")

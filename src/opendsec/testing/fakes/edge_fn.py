@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from opendsec.api import fn, wire
-from opendsec.api.errors import InvalidRequest, NotFound, OpenDSecError, Unsupported
+from opendsec.api.errors import InvalidRequest, NotFound, OpenDSecError, Unavailable, Unsupported
 from opendsec.api.fn_check import check_call, check_input, check_limits, check_map, check_pool, check_resize, check_task
 from opendsec.testing.fakes.edge_parts import NDJSON, Handler, json_answer
 
@@ -64,7 +64,16 @@ class FnRoutes:
     async def _fn(self, request: Request) -> Response:
         call = wire.decode(await request.body(), fn.FnCall)
         check_call(call)
-        return json_answer(await self._ran(call, 0))
+        running, gone = asyncio.ensure_future(self._ran(call, 0)), asyncio.ensure_future(request.receive())
+        try:
+            await asyncio.wait((running, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                raise Unavailable("the client has gone")
+            return json_answer(running.result())
+        finally:
+            running.cancel()
+            gone.cancel()
+            await asyncio.gather(running, gone, return_exceptions=True)
 
     async def _map(self, request: Request) -> Response:
         lines = asyncio.Queue[bytes]()  # unbounded: a client of ours keeps to its window
@@ -167,7 +176,7 @@ class FnRoutes:
     # --- pools
 
     async def _pools(self, request: Request) -> Response:
-        return json_answer(fn.PoolList(tuple(self.pools.values())))
+        return json_answer(fn.PoolList(tuple(msgspec.structs.replace(pool, busy=self.running) for pool in self.pools.values())))
 
     async def _pool_set(self, request: Request) -> Response:
         spec = wire.decode(await request.body(), fn.PoolSpec)
