@@ -94,7 +94,13 @@ async def test_with_fuse_the_death_of_all_is_an_error_never_a_hole(tmp_path: Pat
         rig.web.let_go()
         assert await reader.result_soon() == errno.EIO
         async with rig.loader() as loader:
+            assert loader.lost == (layer.digest,)
+            await loader.forget_lost()
             assert await rig.read(await rig.mount(loader, layer), "big") == layer.files["big"]
+            rig.unmount()
+        rig.wait(lambda: not rig.family())
+        async with rig.loader() as loader:
+            assert loader.lost == ()
 
 
 async def test_a_store_that_fails_is_eio_through_fuse_too(tmp_path: Path) -> None:

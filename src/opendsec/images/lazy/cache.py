@@ -23,7 +23,7 @@ from opendsec.images.lazy.trace import Entry
 from opendsec.images.origins import Origin
 from opendsec.kernel import abi, fds, procfs, syscalls
 
-DATA, MAP = "data", "map"
+DATA, MAP, OPEN = "data", "map", "open"
 _MAX_READERS = 4096
 
 Key = tuple[int, int]  # device and inode
@@ -52,6 +52,7 @@ class CachedLayer:
         `upstream`: where a copy made for a trace has its content from. `inherited`: data files that a predecessor had open.
         """
         self.digest, self.directory, self.table, self.origin = digest, directory, table, origin
+        self._boot_id = boot_id
         self.table_sha256, self.upstream = table_sha256, upstream
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path = directory / DATA
@@ -98,6 +99,21 @@ class CachedLayer:
     def missing(self, chunks: Iterable[int]) -> list[int]:
         states = self.map.states
         return [index for index in chunks if states[index] != HERE]
+
+    def note_open(self, is_open: bool) -> None:
+        """Of a FUSE file: whoever has it open loses it with the family."""
+        note = self.directory / OPEN
+        if is_open:
+            note.write_text(self._boot_id)
+        else:
+            note.unlink(missing_ok=True)
+
+    def noted_open(self) -> bool:
+        """Whether a family had it open during this boot."""
+        try:
+            return (self.directory / OPEN).read_text() == self._boot_id
+        except FileNotFoundError:
+            return False
 
     def in_use(self) -> bool:
         """Whether it is mounted, or otherwise open by somebody."""

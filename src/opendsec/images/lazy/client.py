@@ -276,6 +276,8 @@ class Loader:
             self.lost = connection.hello.lost
             if self._pid not in (0, connection.hello.pid):
                 self._on_event(Event(event="loader.restarted", message="the loader of layers died and was replaced"))
+                for digest in self.lost:
+                    self._on_event(Event(event="load.lost", digest=digest, message="nobody watched its readers for a while"))
             self._pid = connection.hello.pid
             self._writer = writer
             writer.write(encode(Call(id=0, op="attach")))

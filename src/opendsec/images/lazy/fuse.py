@@ -5,7 +5,7 @@
 
 EROFS mounts such a file as it would the sparse one, and what the page cache has costs nothing, but every first read copies once more. The
 device is in the descriptor table that the family shares, and requests are on its board, so a loader may be killed here too. A whole
-family's death makes reads fail; it never makes holes.
+family's death makes reads fail; it never makes holes. A note beside each open file tells the next family whose reads do.
 """
 
 from __future__ import annotations
@@ -94,6 +94,8 @@ class FuseFiles:
         elif request.opcode == fuse.LOOKUP and (found := self._named(request.name())) is not None:
             fuse.reply(device, unique, fuse.entry(node_of(found), found.table.data_bytes))
         elif request.opcode == fuse.OPEN and layer is not None:
+            if layer.opens == 0:
+                layer.note_open(True)
             layer.opens += 1
             fuse.reply(device, unique, fuse.opened())
         elif request.opcode == fuse.READ:
@@ -108,6 +110,8 @@ class FuseFiles:
         elif request.opcode == fuse.RELEASE:
             if layer is not None:
                 layer.opens = max(0, layer.opens - 1)
+                if layer.opens == 0:
+                    layer.note_open(False)
             fuse.reply(device, unique)
         elif request.opcode in (fuse.OPENDIR, fuse.RELEASEDIR, fuse.READDIR, fuse.FLUSH):
             fuse.reply(device, unique, fuse.opened() if request.opcode == fuse.OPENDIR else b"")

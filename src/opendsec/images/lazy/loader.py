@@ -177,6 +177,11 @@ class Loader:
         elif self.job.mechanism == "fuse":
             self.fuse = FuseFiles(board, self.engine_of)
             self.fuse.on_miss = self._replay
+            if not watched:
+                opened = [layer for layer in self.registry.all() if layer.noted_open()]
+                await self._pool_run(lambda: self.registry.add_lost(layer.digest for layer in opened))
+                for layer in opened:
+                    layer.note_open(False)
             for layer in self.registry.all():
                 self.fuse.add(layer)
             self.fuse.start()

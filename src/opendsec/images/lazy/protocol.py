@@ -80,6 +80,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     load.damaged    a store gave a chunk that does not match its checksum
     cache.full      no disk space; something was dropped, or readers got EIO
     trace.damaged   a layer's trace cannot be read and was not replayed
+    load.lost       told by `client` when the whole family was replaced while it was connected; see `Hello.lost`
     loader.restarted, loader.unreachable      told by `client`
     """
 
