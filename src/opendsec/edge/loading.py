@@ -80,6 +80,11 @@ class Loading:
                     self.on_event(Event(event="load.lost", digest=digest, message="nobody watched its readers for a while"))
             return self._loader
 
+    async def forget_lost(self) -> None:
+        """Whoever used a lost layer has been ended, in the journal at least."""
+        if self._loader is not None and self._loader.lost:
+            await self._loader.forget_lost()
+
     def _heard(self, event: Event) -> None:
         self._log.warning(event.event, digest=event.digest, reason=event.message)
         self.on_event(event)

@@ -83,6 +83,7 @@ async def serve(settings: Settings, log: Log, assembling: Assemble, *, stop: asy
         if parts.loading is not None:
             watched = node
             parts.loading.on_event.to(lambda event: heard(watched, event))
+            await parts.loading.forget_lost()
         node.on_shutdown = stop.set
         served = Routes(node, parts.features, functions)
         stack.push_async_callback(served.close)
