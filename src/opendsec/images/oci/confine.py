@@ -15,11 +15,11 @@ digest), since nothing can be opened later.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import resource
 import signal
-import sys
 from collections.abc import Callable, Sequence
 
 from opendsec.kernel import abi, capabilities, mounts, namespaces, seccomp, syscalls
@@ -91,10 +91,21 @@ def _child(
         seccomp.install(program)
         function()
         status = 0
-    except BaseException:  # not Exception: nothing may leave this process but by _exit
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:  # not Exception: nothing may leave this process but by _exit
+        _tell(error)
     finally:
         os._exit(status)
+
+
+def _tell(error: BaseException) -> None:
+    """On standard error. Not by the usual means, which would read source files: that call kills."""
+    lines = [f"{type(error).__name__}: {error}"]
+    trace = error.__traceback__
+    while trace is not None:
+        lines.append(f"  at {trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}")
+        trace = trace.tb_next
+    with contextlib.suppress(OSError):
+        os.write(2, "\n".join((*lines, "")).encode(errors="replace"))
 
 
 def _close_all_but(keep: Sequence[int]) -> None:

@@ -364,7 +364,7 @@ class LayerTree:
             if below.link is None:
                 inode.mode = stat.S_IFDIR | below.mode
                 inode.uid, inode.gid, inode.mtime_ns, inode.xattrs = below.uid, below.gid, below.mtime_ns, dict(below.xattrs)
-            else:
+            elif path:  # the root is no link
                 self._rehome(path, inode, below.link)
         self._recent = None
 

@@ -64,6 +64,8 @@ async def work(job: Job, held: int, progress: Callable[[BuildEvent], None]) -> L
     finally:
         await to_the_end(_gone(process))
         stderr = await to_the_end(said)
+    if isinstance(error, Internal) and stderr:
+        raise Internal(f"{error.message}: {stderr.decode(errors='replace').strip()}", data=error.data)
     if error is not None:
         raise error
     if made is None or process.returncode != 0:
