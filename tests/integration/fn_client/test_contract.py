@@ -9,7 +9,7 @@ from opendsec.testing.contracts import client_fn as contract
 from tests.edges import EdgeProcess
 from tests.toolchain import TOOLCHAIN
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the image is built first, if it is not kept
 
 
 @pytest.mark.parametrize("name", contract.CHECKS)

@@ -9,7 +9,7 @@ import opendsec as od
 from benchmarks.fncall import MIB, held, pool, ready
 from tests.hostile import HOSTILE, LIMITS, mix
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the image is built first, if it is not kept
 GROWTH_BYTES = 64 * MIB
 
 

@@ -12,7 +12,7 @@ from benchmarks.fncall import DOWNLOADS, PROGRAM_LIMITS, pool
 from examples.demo import humaneval
 from examples.demo.fetch import fetch
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the image is built first, if it is not kept
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 
 import opendsec as od
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the image is built first, if it is not kept
 LIMITS = od.FnLimits(cpu_time_s=10, wall_time_s=30, memory="256MiB")
 FOREVER = od.FnLimits(cpu_time_s=0.5, wall_time_s=30, memory="256MiB")
 
