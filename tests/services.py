@@ -21,6 +21,7 @@ import http.server
 import os
 import re
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -104,8 +105,9 @@ class Gate:
 
 
 class FaultServer:
-    def __init__(self, root: Path, *, writable: bool = False) -> None:
-        self.root, self.writable = root, writable
+    def __init__(self, root: Path, *, writable: bool = False, tls: tuple[Path, Path] | None = None) -> None:
+        """`tls`: a certificate and its key."""
+        self.root, self.writable, self.tls = root, writable, tls
         self.requests: list[Request] = []
         self.most_at_once = 0
         self._faults: list[Fault] = []
@@ -138,7 +140,7 @@ class FaultServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
+        return f"{'https' if self.tls else 'http'}://127.0.0.1:{self._server.server_address[1]}"
 
     # --- what it is to do ------------------------------------------------------------------------------------------
 
@@ -239,6 +241,10 @@ class _Server(http.server.ThreadingHTTPServer):
     def __init__(self, owner: FaultServer) -> None:
         self.owner = owner
         super().__init__(("127.0.0.1", 0), _Handler)
+        if owner.tls:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(*owner.tls)
+            self.socket = context.wrap_socket(self.socket, server_side=True)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Clients that go away are part of the tests."""

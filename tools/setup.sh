@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 declare -A PACKAGES=(
     [cc]="gcc libc6-dev" [bwrap]=bubblewrap [crun]=crun [mkfs.erofs]=erofs-utils [mmdebstrap]=mmdebstrap
     [mkfs.btrfs]=btrfs-progs [losetup]=mount [ip]=iproute2
-    [nginx]=nginx-light # a web server of ranges, for tests of remote stores
+    [nginx]=nginx-light [openssl]=openssl # a web server of ranges and certificates, for tests of remote stores
     # OCI images: registries are spoken to by skopeo; umoci and a registry of our own are for tests alone.
     [skopeo]=skopeo [umoci]=umoci [docker-registry]=docker-registry
 )

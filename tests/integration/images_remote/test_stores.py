@@ -117,3 +117,24 @@ async def test_a_mount_that_is_dead_holds_a_thread_and_nothing_else(tmp_path: Pa
     finally:
         if device >= 0:
             os.close(device)
+
+
+async def test_certificates_of_ones_own(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "site.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    command += ["-subj", "/CN=site", "-addext", "subjectAltName=IP:127.0.0.1", "-addext", "basicConstraints=critical,CA:FALSE"]
+    subprocess.run([*command, "-out", certificate, "-keyout", key], check=True, capture_output=True)
+    (tmp_path / "web").mkdir()
+    (tmp_path / "web" / "a").write_bytes(b"hello")
+    with FaultServer(tmp_path / "web", tls=(certificate, key)) as web:
+        text = f"[[store]]\nname = 'site'\nurl = '{web.url}'\ndeadline_s = 2\n"
+        (trusting,) = config.parse(f"{text}ca_file = '{certificate}'\n".encode(), {})
+        store = config.open_store(trusting)
+        assert await store.get("a", limit=9) == b"hello"
+        await store.close()
+        (other,) = config.parse(text.encode(), {})
+        store = config.open_store(other)
+        with pytest.raises(StoreError) as caught:
+            await store.get("a", limit=9)
+        assert caught.value.kind == "unreachable"
+        await store.close()
