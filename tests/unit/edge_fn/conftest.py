@@ -38,9 +38,16 @@ class HeldMember(FakeMember):
         ending: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         members.open[self.member_id] = ending
         members.changed()
+        stubborn = members.stubborn
         waiting = asyncio.ensure_future(asyncio.wait((ending, self.died), return_when=asyncio.FIRST_COMPLETED))
         try:
-            await waiting
+            while not waiting.done():
+                try:
+                    await asyncio.shield(waiting)
+                except asyncio.CancelledError:
+                    if not stubborn:
+                        waiting.cancel()
+                        raise
         finally:
             members.open.pop(self.member_id, None)
             members.changed()
@@ -56,6 +63,7 @@ class HeldMembers(FakeMembers):
         super().__init__(root)
         self.jobs: list[tuple[FakeMember, Job]] = []
         self.open: dict[str, asyncio.Future[Ended]] = {}
+        self.stubborn = False  # calls take no cancellation
         self.plans: list[MemberPlan] = []
         self._changed = asyncio.Event()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from opendsec.api.fn import FnCall, FnResult
+from opendsec.api.fn import FnCall, FnResult, PoolSpec
 from opendsec.edge.fn.compiled import Compiler
 from opendsec.runtime.fncall.interface import Ended
 from tests.unit.edge_fn.conftest import World
@@ -112,6 +112,19 @@ async def test_a_caller_who_gives_up_leaves_the_others_their_program(world: Worl
     await world.members.until(lambda: world.members.jobs[-1][1].argv == ("./main",))
     world.members.end()
     assert (await second).outcome == "ok"
+
+
+async def test_of_those_who_wait_the_next_tries_what_failed(world: World) -> None:
+    await world.pools.set(PoolSpec(name="p", image="fake", size=1, max=1, memory="2GiB"))
+    running = [asyncio.ensure_future(world.functions.call(FnCall(source="a", language="c", pool="p"))) for _ in range(2)]
+    await world.members.until(lambda: bool(world.members.running))
+    running[0].cancel()
+    await asyncio.wait(running[:1])
+    await world.members.until(lambda: len(world.members.jobs) == 2 and bool(world.members.running))
+    world.members.end(MADE)
+    await world.members.until(lambda: len(world.members.jobs) == 3)
+    world.members.end()
+    assert (await running[1]).outcome == "ok"
 
 
 async def test_the_least_recently_used_go_first(world: World, tmp_path: Path) -> None:

@@ -91,6 +91,22 @@ async def test_a_member_that_does_not_end_a_call_in_time_is_given_up(world: Worl
     assert (await running).outcome == "ok"
 
 
+async def test_a_member_that_does_not_even_take_a_cancellation_is_killed(world: World) -> None:
+    await declare(world)
+    world.members.stubborn = True
+    running = call(world)
+    await world.members.until(lambda: bool(world.members.open))
+    pool, now = world.pools.get("p"), asyncio.get_running_loop().time()
+    pool.watch(now + 1e6)
+    await asyncio.sleep(0)
+    assert len(world.members.jobs) == 1
+    world.members.stubborn = False
+    pool.watch(now + 2e6)
+    await world.members.until(lambda: len(world.members.jobs) == 2)
+    world.members.end()
+    assert (await running).outcome == "ok"
+
+
 async def test_cancelling_ends_a_waiting_and_a_running_call(world: World) -> None:
     await declare(world)
     running, waiting = call(world), call(world)

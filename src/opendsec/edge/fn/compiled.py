@@ -75,11 +75,9 @@ class Compiler:
             self.hits += 1
             return known
         task = self._under_way[key] = asyncio.ensure_future(self._make(key, place, source, files, caller))
-        try:
-            return await task
-        finally:
-            if self._under_way.get(key) is task and task.done():
-                del self._under_way[key]
+        # Before those who wait for it go on: of one that failed the next in line makes another.
+        task.add_done_callback(lambda _: self._under_way.pop(key))
+        return await task
 
     async def _make(self, key: str, place: Target, source: str, files: Mapping[str, bytes], caller: Hashable) -> Compiled:
         kept = await asyncio.to_thread(self._load, key)
@@ -108,6 +106,8 @@ class Compiler:
         return compiled
 
     def _remember(self, key: str, compiled: Compiled) -> None:
+        if (before := self._memory.pop(key, None)) is not None:
+            self._memory_bytes -= before.size
         self._memory[key] = compiled
         self._memory_bytes += compiled.size
         while self._memory_bytes > IN_MEMORY_BYTES:

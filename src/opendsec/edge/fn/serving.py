@@ -191,9 +191,21 @@ class LivePool:
     def watch(self, now: float) -> None:
         """End calls whose member should have ended them."""
         for holder in self.holders.values():
-            if holder.deadline and now > holder.deadline and not holder.overdue and holder.task is not None:
+            if not holder.deadline or now <= holder.deadline or holder.task is None or holder.member is None:
+                continue
+            if not holder.overdue:
                 holder.overdue = True
                 holder.task.cancel()
+            elif now > holder.deadline + GRACE_S:  # it does not even take that: without its process 1 the call ends
+                holder.deadline = now
+                self._node.log.error("fn.member_stuck", pool=self.spec.name, member_id=holder.member_id)
+                self._node.spawn(self._kill(holder.member))
+
+    async def _kill(self, member: Member) -> None:
+        try:
+            await member.destroy()
+        except Exception as error:
+            self._node.log.error("pool.member_not_destroyed", member_id=member.member_id, reason=f"{type(error).__name__}: {error}")
 
     # --- the machine's driver ----------------------------------------------------------------------------------------------
 

@@ -393,12 +393,12 @@ async def check_a_caller_that_goes_away_ends_its_call(edge: FnEdge) -> None:
 async def check_a_single_call_does_not_wait_for_a_batch(edge: FnEdge) -> None:
     async with edge.pool(size=1, max=1) as pool:
         await edge.settled(pool, idle=1)
-        items: list[dict[str, object]] = [{"index": index} for index in range(40)]
-        batch = asyncio.ensure_future(edge.map({"source": "import time; time.sleep(0.1)", "pool": pool}, items, window=40))
+        items: list[dict[str, object]] = [{"index": index} for index in range(20)]
+        batch = asyncio.ensure_future(edge.map({"source": "import time; time.sleep(0.1)", "pool": pool}, items, window=20))
         await edge.settled(pool, busy=1)
         await edge.fn("print(1)", pool=pool)
-        assert not batch.done() and (await edge.pools())[pool].waiting > 20
-        assert len(await batch) == 40
+        assert not batch.done() and (await edge.pools())[pool].waiting > 5
+        assert len(await batch) == 20
 
 
 # --- the judge ---------------------------------------------------------------------------------------------------------
