@@ -142,6 +142,7 @@ __attribute__((visibility("default"))) long forkin_share(u8 *at, u64 len, int pr
 /* In a fork: 0, and `call` is filled. In the interpreter itself: only when the supervisor is gone or talks nonsense, a negative errno. */
 __attribute__((visibility("default"))) long forkin_serve(int sock, int (*libc_fork)(void), void (*after_fork)(void), struct forkin_call *call)
 {
+	SYS5(prctl, PR_SET_DUMPABLE, 0, 0, 0, 0);
 	for (;;) {
 		int count;
 		long got = receive(sock, buffer, sizeof(buffer), fds, &count, 0);

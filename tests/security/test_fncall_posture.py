@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole posture of a call's process, and of what serves it, against literals: what is not written here must not be there."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import fcntl
+import os
+import struct
+from collections.abc import Callable
+
+import pytest
+
+from opendsec.kernel import namespaces, procfs
+from opendsec.testing.posture import Posture, collect, differences
+from tests.fnmembers import Calls
+from tests.security.test_posture import DEV, MASKED, NS_GET_OWNER_UID, PATH, expected_limits, oom_score_of_init
+
+OVERLAY = "rw,lowerdir=/l0,upperdir=*,workdir=*,redirect_dir=nofollow,userxattr"
+NOTHING = {"inheritable": (), "permitted": (), "effective": (), "bounding": (), "ambient": ()}
+OWN = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
+
+
+def expected_mounts() -> tuple[tuple[str, str, str, str], ...]:
+    return tuple(
+        sorted(
+            (
+                ("/", "overlay", "rw,nosuid,nodev,relatime", OVERLAY),
+                ("/proc", "proc", "rw,nosuid,nodev,noexec,relatime", "rw"),
+                ("/dev", "tmpfs", "ro,nosuid,noexec,relatime", DEV),
+                *((f"/proc/{name}", "tmpfs", "ro,nosuid,noexec,relatime", DEV) for name in MASKED if os.path.exists(procfs.path_of(name))),
+                ("/proc/sys", "proc", "ro,nosuid,nodev,noexec,relatime", "rw"),
+                ("/dev/pts", "devpts", "rw,nosuid,noexec,relatime", "rw,gid=*,mode=620,ptmxmode=666,max=64"),
+                ("/dev/shm", "tmpfs", "rw,nosuid,nodev,relatime", "rw,size=*,nr_inodes=*,mode=700,uid=*,gid=*"),
+            )
+        )
+    )
+
+
+def expected(*, program: str, filters: int) -> Posture:
+    groups = {name: path.decode() for name, path in procfs.cgroup("self").items()}
+    return Posture(
+        program=program,
+        own_namespaces=OWN,
+        shared_namespaces=("time",),
+        uid_map=((0, "base", 65_536),),
+        gid_map=((0, "base", 65_536),),
+        ids={"uid": ("65534",) * 4, "gid": ("65534",) * 4},
+        groups=(),
+        capabilities=NOTHING,
+        no_new_privileges=True,
+        seccomp="filter",
+        seccomp_filters=filters,
+        mounts=expected_mounts(),
+        root="/",
+        directory="/tmp",
+        descriptors={0: "/dev/null", 1: "pipe", 2: "pipe"},
+        limits={
+            **expected_limits(),
+            "Max cpu time": (12, 12),
+            "Max pending signals": (256 * 16 + 1024, 256 * 16 + 1024),
+        },
+        environment=("HOME=/nonexistent", "LOGNAME=nobody", PATH, "USER=nobody"),
+        cgroups={name: "/opendsec-EDGE-fn/MEMBER" if name in ("", "memory", "cpu", "pids") else path for name, path in groups.items()},
+        umask="0022",
+        signals_ignored="",
+        signals_blocked="",
+        signals_pending="",
+        oom_score_adj=1000,
+        scheduling=("other", os.getpriority(os.PRIO_PROCESS, 0)),
+        personality="",
+        session_leader=True,
+        terminal=False,
+        threads=1,
+        tracer=0,
+    )
+
+
+def during(calls: Calls, kind: str, look: Callable[[int], None]) -> None:
+    """Call `look` with the host's number of a call's first process while it sleeps."""
+
+    async def run() -> None:
+        before = set(calls.member.group.procs())
+        source = "import time\nopen('/dev/shm/on', 'w')\ntime.sleep(1000)"
+        task = asyncio.ensure_future(calls.member.call(calls.job(kind, source=source, argv=["sleep", "1000"])))  # type: ignore[arg-type]
+        wanted = b"python3" if kind == "source" else b"sleep"
+        while True:
+            await asyncio.sleep(0)
+            fresh = [pid for pid in set(calls.member.group.procs()) - before if procfs.stat(pid).comm == wanted]
+            if fresh and procfs.stat(fresh[0]).state == "S" and procfs.fds(fresh[0]).keys() == {0, 1, 2}:
+                break
+        try:
+            look(fresh[0])
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    calls.node.wait(run())
+
+
+def found(calls: Calls, pid: int) -> Posture:
+    return collect(pid, uid_base=calls.plan.uid_base, names={calls.node.edge_id: "EDGE", calls.plan.member_id: "MEMBER"})
+
+
+def test_a_program(member: Calls) -> None:
+    during(member, "exec", lambda pid: check(expected(program="/usr/bin/sleep", filters=1), found(member, pid)))
+
+
+def test_a_fork_of_the_interpreter(member: Calls) -> None:
+    wanted = dataclasses.replace(expected(program="/usr/bin/python3.11", filters=2), signals_ignored="1001000")  # as Python has it
+    during(member, "source", lambda pid: check(wanted, found(member, pid)))
+
+
+def check(wanted: Posture, got: Posture) -> None:
+    assert (
+        differences(dataclasses.replace(wanted, program=got.program) if got.program.startswith(wanted.program[:14]) else wanted, got) == []
+    )
+
+
+def test_the_interpreter(member: Calls) -> None:
+    """Under the same filter but for setns, without capabilities; not dumpable; outside the calls' user, pid and mount namespaces."""
+    pid = next(pid for pid in member.member.group.procs() if procfs.stat(pid).comm == b"python3")
+    got = found(member, pid)
+    assert got.capabilities == NOTHING and got.no_new_privileges and got.seccomp_filters == 1
+    assert got.descriptors == {0: "pipe", 1: "pipe", 2: "pipe", 3: "socket"}
+    assert os.stat(procfs.path_of(pid, "environ")).st_uid == member.plan.uid_base  # not the user's own: it cannot be dumped
+    assert got.oom_score_adj == 0
+    assert procfs.status(pid)["NSpid"].split()[1:] == ["32000"]
+    inside: list[dict[str, int]] = []
+    during(member, "source", lambda call: inside.append(namespaces.namespace_ids(call)))
+    its = namespaces.namespace_ids(pid)
+    assert {name for name in its if its[name] != inside[0][name]} == {"ipc", "mnt", "pid", "user", "uts"}
+
+
+def test_the_supervisor(member: Calls) -> None:
+    got = found(member, member.member.pid)
+    assert (got.program, got.no_new_privileges, got.root, got.directory) == ("/dsec-init", True, "/", "/")
+    assert os.stat(procfs.path_of(member.member.pid, "environ")).st_uid == 0
+    assert got.oom_score_adj == oom_score_of_init()
+    assert got.ids["uid"] == ("0",) * 4 and got.uid_map == ((0, "base", 65_536),)
+
+
+def test_the_calls_user_owns_their_user_namespace(member: Calls) -> None:
+    """And so the interpreter, of that user, may enter it. The user namespace is below the member's, whose owner is the member's root."""
+    owners: list[int] = []
+
+    def look(pid: int) -> None:
+        with open(procfs.path_of(pid, "ns", "user"), "rb") as namespace:
+            owners.extend(struct.unpack("=I", fcntl.ioctl(namespace, NS_GET_OWNER_UID, bytes(4))))
+
+    during(member, "exec", look)
+    assert owners == [member.plan.uid_base + 65_534]
+
+
+@pytest.mark.slow
+def test_each_call_has_namespaces_of_its_own(member: Calls) -> None:
+    seen: list[dict[str, int]] = []
+    held: list[int] = []  # so that no number is given out again
+
+    def look(pid: int) -> None:
+        seen.append(namespaces.namespace_ids(pid))
+        held.extend(namespaces.open_namespace(pid, name) for name in ("ipc", "mnt", "pid", "uts"))
+
+    try:
+        for kind in ("exec", "source"):
+            during(member, kind, look)
+    finally:
+        for fd in held:
+            os.close(fd)
+    assert {name for name in seen[0] if seen[0][name] == seen[1][name]} == {"cgroup", "net", "time", "user"}
