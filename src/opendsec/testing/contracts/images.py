@@ -16,6 +16,8 @@ from pathlib import Path
 
 from opendsec.api.errors import Conflict, NotFound
 from opendsec.api.images import BuildEvent
+from opendsec.api.spec import Container
+from opendsec.client._core import new_action_id
 from opendsec.testing.contracts import client as base
 from opendsec.testing.contracts.client import WORK
 
@@ -88,7 +90,7 @@ async def pushes_to_a_layout_and_pulls_again(setup: Setup) -> None:
         await client.images.push(setup.image, reference)
         came = await client.images.pull(reference, name="from-layout")
         assert came.name == "from-layout"
-        async with await client.create(base.Container(image="from-layout", memory=setup.memory, disk=setup.disk)) as box:
+        async with await client.create(Container(image="from-layout", memory=setup.memory, disk=setup.disk)) as box:
             assert (await box.run("echo $((6 * 7))")).stdout == "42\n"
         await client.images.remove("from-layout")
 
@@ -98,8 +100,8 @@ async def packs_a_sandbox_that_goes_on(setup: Setup) -> None:
     async with setup.client() as client, await client.create(setup.spec()) as box:
         await box.files.mkdir(WORK, parents=True)
         await box.files.write(f"{WORK}/made", "here\n")
-        before = {layer.digest for layer in (await client.images.inspect(setup.image)).layers for layer in (layer.layer,)}
-        packed = await box.pack("made@1", action_id=(action := base.new_action_id()))
+        before = {detail.layer.digest for detail in (await client.images.inspect(setup.image)).layers}
+        packed = await box.pack("made@1", action_id=(action := new_action_id()))
         assert packed.image.name == "made:1" and "workspace:made@1" in packed.layer.names
         assert packed.image.layers[-1] == packed.layer.digest and packed.layer.digest not in before
         assert (await box.pack("made@1", action_id=action)) == packed
