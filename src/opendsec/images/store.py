@@ -62,7 +62,7 @@ class ImageStore:
         self._refs = References(root / "refs", self._temporary)
         self._data_source: DataSource = data_source or LocalData()
         self._clock = clock
-        self._records: dict[str, LayerRecord] = {}  # immutable by digest, so never stale, only gone
+        self._records: dict[str, tuple[tuple[int, int], LayerRecord]] = {}
 
     def prepare(self) -> None:
         """Make the directories and clear what dead builders left. Before first use; may be repeated at any time."""
@@ -169,9 +169,6 @@ class ImageStore:
         """The checksums of the layer's chunks. A layer of the first format gets its table now, which reads all its data; its record
         has it from then on. Raises NotFound, Internal."""
         directory, record = self._directory(digest), self._record(digest)
-        if not record.chunks_sha256:
-            self._records.pop(digest, None)  # another process may have made it meanwhile
-            record = self._record(digest)
         try:
             if not record.chunks_sha256:
                 record = self._make_table(directory, record)
@@ -399,26 +396,27 @@ class ImageStore:
                 os.rename(work / formats.TABLE, directory / formats.TABLE)
                 records.sync_directory(directory)
                 records.write(directory / formats.RECORD, formats.MAGIC, formats.VERSION, record, temporary=self._temporary)
-        self._records[record.digest] = record
         return record
 
     def _record(self, digest: str) -> LayerRecord:
         """Raises NotFound, Internal."""
-        directory = self._directory(digest)
-        record = self._records.get(digest)
-        if record is not None and not directory.exists():  # another process has collected it
-            del self._records[digest]
-            record = None
-        if record is None:
-            try:
-                record = records.read(directory / formats.RECORD, formats.MAGIC, formats.VERSION, LayerRecord)
-            except FileNotFoundError:
-                raise NotFound(f"no layer {digest} is stored here", data={"digest": digest}) from None
-            except Damaged as error:
-                raise _damaged(digest, str(error)) from None
-            if record.digest != digest:
-                raise _damaged(digest, f"{formats.RECORD} is that of {record.digest}")
-            self._records[digest] = record
+        path = self._directory(digest) / formats.RECORD
+        try:
+            # Another process may have collected the layer, mended it or made its chunk table: records are replaced, never rewritten.
+            status = path.stat()
+            stamp = status.st_ino, status.st_mtime_ns
+            known = self._records.get(digest)
+            if known is not None and known[0] == stamp:
+                return known[1]
+            record = records.read(path, formats.MAGIC, formats.VERSION, LayerRecord)
+        except FileNotFoundError:
+            self._records.pop(digest, None)
+            raise NotFound(f"no layer {digest} is stored here", data={"digest": digest}) from None
+        except Damaged as error:
+            raise _damaged(digest, str(error)) from None
+        if record.digest != digest:
+            raise _damaged(digest, f"{formats.RECORD} is that of {record.digest}")
+        self._records[digest] = stamp, record
         return record
 
     def _scan(self) -> Iterator[tuple[str, LayerRecord | Internal]]:

@@ -145,6 +145,16 @@ def test_a_damaged_layer_of_the_first_format_gets_none(store: ImageStore) -> Non
     assert not (store.directory(digest) / TABLE).exists()
 
 
+def test_what_another_process_changed_is_seen(store: ImageStore) -> None:
+    digest = add_layer(store, "layer")
+    other = ImageStore(store.root)
+    before = other.record(digest)
+    (store.directory(digest) / RECORD).write_bytes(b"damaged")
+    add_layer(ImageStore(store.root), "layer", packing="another")
+    assert other.record(digest) != before
+    other.verify(digest)
+
+
 def test_builders_may_leave_the_table_to_the_store(store: ImageStore) -> None:
     with store.workspace() as (work, _):
         record = packed(work / "out", "layer", 100_000)
