@@ -262,7 +262,9 @@ class FnResult:
 
     def describe(self) -> str:
         """The end of it in a few words: `exited with 1`, `ran out of time`."""
-        if self.signal is not None:
+        if self.message:
+            how = "failed"  # the message says the rest
+        elif self.signal is not None:
             how = f"was ended by signal {self.signal}"
         elif self.exit_code is not None:
             how = f"exited with {self.exit_code}"
