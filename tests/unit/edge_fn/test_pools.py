@@ -8,8 +8,9 @@ import asyncio
 import msgspec
 import pytest
 
-from opendsec.api.errors import Conflict, QuotaExceeded, Unavailable, Unsupported
+from opendsec.api.errors import Conflict, NotFound, QuotaExceeded, Unavailable, Unsupported
 from opendsec.api.fn import FnCall, FnResult, JudgeTask, PoolSpec, Test
+from opendsec.api.images import ImageConfig
 from opendsec.edge.fn.devices import Accelerator
 from opendsec.edge.journal import Journal
 from opendsec.edge.tables import MemberRow
@@ -236,6 +237,30 @@ async def test_changing_what_members_are_made_of_replaces_them(world: World) -> 
     await world.members.until(lambda: world.members.created == 2 and world.pools.get("p").machine.idle == 1)
     assert world.members.plans[-1].limits.memory_bytes == 1 << 30
     assert world.pools.node.promised.memory_bytes == 1 << 30
+
+
+async def test_declaring_it_again_takes_the_image_as_it_is_now(world: World) -> None:
+    await declare(world)
+    await world.members.until(lambda: world.pools.get("p").machine.idle == 1)
+    store = world.pools.node.images.store
+    layers = {layer.kind: layer.digest for layer in store.list().layers}
+    store.name_image("fake", [layers["base"], layers["toolkit"]], ImageConfig())
+    world.pools.node.images._fresh.clear()  # a name is trusted for a second
+    await declare(world)
+    await world.members.until(lambda: world.members.created == 2)
+    assert len(world.members.plans[-1].layers) == 2
+
+
+async def test_an_image_that_comes_late_serves_at_once(world: World) -> None:
+    for _ in range(3):
+        with pytest.raises(NotFound, match="late"):
+            await call(world, pool="", image="late")
+    store = world.pools.node.images.store
+    store.name_image("late", [layer.digest for layer in store.list().layers if layer.kind == "base"], ImageConfig())
+    running = call(world, pool="", image="late")
+    await world.members.until(lambda: bool(world.members.running))
+    world.members.end()
+    assert (await running).outcome == "ok"
 
 
 async def test_a_draining_edge_takes_no_calls(world: World) -> None:

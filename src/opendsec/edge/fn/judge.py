@@ -57,7 +57,9 @@ class _Run:
         self._checker_artifacts: Mapping[str, bytes] | None = None
         if task.checker.kind == "program":
             limits = check_limits(task.checker.limits, "checker.limits")
-            self._checker = self._where(task.checker.language, "", task.image, _checker_tenant(task.tenant), limits)
+            # An image that was chosen for the program serves a checker in the same language, too.
+            own = self._target.pool.spec.image if task.pool and task.checker.language == task.language else task.image
+            self._checker = self._where(task.checker.language, "", own, _checker_tenant(task.tenant), limits)
         self._artifacts: Mapping[str, bytes] | None = None
 
     def _where(self, language: str, pool: str, image: str, tenant: str, bounds: Bounds) -> Target:

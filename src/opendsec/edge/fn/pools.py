@@ -157,13 +157,13 @@ class Pools:
             admission.check_one(new.limits, self.node.policy)
         begin()
         self.node.journal.put_pool(spec.name, msgspec.json.encode(spec), self.node.clock.time())
-        new.layers = frozenset(layer.digest for layer in resolved.layers)
+        before, new.layers = new.layers, frozenset(layer.digest for layer in resolved.layers)
         self.emit("pool.declared", pool=spec.name, image=spec.image, size=spec.size, max=spec.max)
         if pool is None:
             self.declared[spec.name] = new
             new.begin()
         else:
-            new.reshape(spec, size)
+            new.reshape(spec, size, renewed=before != new.layers)
         return new.info()
 
     async def resize(self, name: str, change: PoolResize, begin: Callable[[], None] = lambda: None) -> PoolInfo:
@@ -195,7 +195,7 @@ class Pools:
         size = -(-(needed_bytes + BASE_BYTES) // STEP_BYTES) * STEP_BYTES
         key = (image, python, size)
         pool = self.implicit.get(key)
-        if pool is None:
+        if pool is None or pool.hopeless:
             for old, other in list(self.implicit.items()):
                 if not other.machine.slots and not other.machine.waiting:
                     other.abandon(Unavailable("its pool is gone"))

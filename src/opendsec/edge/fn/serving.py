@@ -91,6 +91,7 @@ class LivePool:
         self.layers: frozenset[str] = frozenset()  # digests
         self.emptied: asyncio.Future[None] = self._loop.create_future()
         self._failing = False
+        self._missing: NotFound | None = None  # what kept the last member from starting
 
     def info(self) -> PoolInfo:
         state = self.machine
@@ -254,18 +255,26 @@ class LivePool:
     def _fail(self, call: Call, why: events.Why, message: str) -> None:
         if why == "quota":
             self._finish(call, QuotaExceeded(f"no room for a member of this pool: {message}", field="pool", data={"resource": "memory"}))
+        elif self._missing is not None and self.implicit:
+            message = f"{self._missing.message}; build it, or name another with `image`, or the edge's setting fn_images"
+            self._finish(call, NotFound(message, field="image", data=self._missing.data))
         elif why == "pool":
             self._finish(call, InvalidRequest(f"no member of pool {self.spec.name!r} can be started: {message}", field="pool"))
         else:
             self._finish(call, Unavailable(f"no member of pool {self.spec.name!r} can be started: {message}", field="pool"))
 
-    def reshape(self, spec: PoolSpec, memory_bytes: int) -> None:
-        """Become what `spec` says; members that do not fit it any more go once they are idle."""
+    @property
+    def hopeless(self) -> bool:
+        """It has failed by its own fault, and nothing is left of it: whatever was wrong (an image that was not there) may be right now."""
+        return self.machine.fault == "pool" and not self.machine.slots and not self.machine.waiting
+
+    def reshape(self, spec: PoolSpec, memory_bytes: int, *, renewed: bool) -> None:
+        """Become what `spec` says; members that do not fit it any more go once they are idle. `renewed`: the image is another."""
         same = msgspec.structs.replace(
             self.spec, size=spec.size, max=spec.max, reuse=spec.reuse, idle_s=spec.idle_s, labels=spec.labels, tenant=spec.tenant
         )
         self.spec, self.memory_bytes = spec, memory_bytes
-        self.feed(events.Reshaped(_shape(spec), same != spec, self._loop.time()))
+        self.feed(events.Reshaped(_shape(spec), renewed or same != spec, self._loop.time()))
 
     def drain(self) -> None:
         self.feed(events.Drained(self._loop.time()))
@@ -343,6 +352,7 @@ class LivePool:
                 )
             )
         except Exception as error:
+            self._missing = error if isinstance(error, NotFound) else None
             fault: Literal["pool", "platform"] = "pool" if isinstance(error, (InvalidRequest, NotFound, Unsupported)) else "platform"
             if not isinstance(error, OpenDSecError):
                 self._node.log.exception("pool.start_failed", pool=spec.name, kind=type(error).__name__)
@@ -350,7 +360,7 @@ class LivePool:
             self._release(holder)
             self.feed(events.StartFailed(holder.number, self._loop.time(), str(error) or type(error).__name__, fault))
             return
-        holder.member = member
+        holder.member, self._missing = member, None
         if self._pools.closed:
             return  # whoever closes has waited for this
         member.died.add_done_callback(lambda died: self._died(holder, died))

@@ -542,6 +542,9 @@ async def check_bad_input_names_the_field(edge: FnEdge) -> None:
     assert (await edge.refuse(400, "POST", "/v1/fn/judge", nothing_to_check_with)).field == "checker.source"
     assert (await edge.refuse(404, "POST", "/v1/fn", {**plain, "pool": "none"})).field == "pool"
     assert (await edge.refuse(404, "PUT", "/v1/fn/pools", {"name": "x", "image": "no-such-image"})).field == "image"
+    for _ in range(2):
+        error = await edge.refuse(404, "POST", "/v1/fn", {**plain, "image": "no-such-image"})
+        assert error.field == "image" and "no-such-image" in error.message
     assert (await edge.refuse(400, "PUT", "/v1/fn/pools", {"name": "X", "image": edge.image})).field == "name"
     assert (await edge.refuse(404, "PATCH", "/v1/fn/pools/none", {"size": 1})).field == "name"
     assert (await edge.refuse(404, "DELETE", "/v1/fn/pools/none")).field == "name"
