@@ -24,9 +24,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,20 +33,17 @@ import msgspec
 
 from opendsec.api.errors import InvalidRequest, QuotaExceeded, Unsupported
 from opendsec.api.images import Finding
-from opendsec.images import pyc, tree
+from opendsec.images import pyc
 from opendsec.images.directory import MAX_ID
 from opendsec.images.erofs import TIMESTAMP
+from opendsec.images.redirects import DIRECTORY, MAX_PATH, OPAQUE, Redirects, shifted_back, stays, within
 from opendsec.images.scrub import Matcher, Rule, Scrub
-from opendsec.kernel import abi, mounts, namespaces, procfs, syscalls
+from opendsec.kernel import abi, mounts, syscalls
 
-OPAQUE, REDIRECT, METACOPY = "trusted.overlay.opaque", "trusted.overlay.redirect", "trusted.overlay.metacopy"
-CAPABILITY = "security.capability"
-_KEPT = frozenset((CAPABILITY, "system.posix_acl_access", "system.posix_acl_default"))  # besides OPAQUE and `user.*`
+METACOPY = "trusted.overlay.metacopy"
 MOST_FINDINGS = 2000
 LONGEST_NAME = 254  # mkfs.erofs (1.5 to 1.8) cuts the last byte of longer ones, and then does not find them
 _READABLE_PATH = 1000
-
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class UpperSource(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="upper"):
@@ -67,15 +63,16 @@ class Overview(NamedTuple):
 
 
 def prepare(source: UpperSource, *, log: Callable[[str], None], found: Callable[[Finding], None]) -> Overview:
-    """Make the directory what the layer will hold, but for the shifted ids. Raises QuotaExceeded, Unsupported, TooDeep, OSError."""
+    """Make the directory what the layer will hold, but for the shifted ids. Raises QuotaExceeded, Unsupported, OSError."""
     with contextlib.ExitStack() as stack:
-        root = os.open(source.path, _DIRECTORY)
+        root = os.open(source.path, DIRECTORY)
         stack.callback(os.close, root)
-        aside = os.open(source.aside, _DIRECTORY)
+        aside = os.open(source.aside, DIRECTORY)
         stack.callback(os.close, aside)
-        work = _Work(source, root, aside, log, found)
+        redirects = Redirects(root, aside, source.uid_base, source.lower, log)
+        redirects.follow()
+        work = _Work(source, root, aside, log, found, source.max_bytes + redirects.copied_bytes)
         try:
-            work.follow_redirects()
             work.clean()
             return Overview(work.entries, work.scrubbed_bytes)
         finally:
@@ -86,9 +83,9 @@ def stage(source: UpperSource, work: Path) -> Path:
     """A read-only view of the prepared directory with the ids as inside, attached in `work`, in the caller's own mount namespace."""
     top = work / "stage"
     top.mkdir(mode=0o755)
-    plain = os.open(source.path, _DIRECTORY)
+    plain = os.open(source.path, DIRECTORY)
     try:
-        view = _shifted_back(plain, source.uid_base)
+        view = shifted_back(plain, source.uid_base)
     finally:
         os.close(plain)
     try:
@@ -98,27 +95,17 @@ def stage(source: UpperSource, work: Path) -> Path:
     return top
 
 
-def _shifted_back(directory: int, uid_base: int) -> int:
-    """A detached read-only mount of a directory, whose ids from `uid_base` on show from 0 on."""
-    attrs = abi.MOUNT_ATTR_NOSYMFOLLOW | abi.MOUNT_ATTR_NODEV | abi.MOUNT_ATTR_NOSUID
-    view = mounts.bind_readonly(directory, b"", attrs=attrs)
-    if uid_base == 0:
-        return view
-    try:
-        namespace = namespaces.user_namespace([(uid_base, 0, MAX_ID + 1)])
-        try:
-            syscalls.mount_setattr(view, b"", abi.AT_EMPTY_PATH, userns_fd=namespace)
-        finally:
-            os.close(namespace)
-        return view
-    except BaseException:
-        os.close(view)
-        raise
-
-
 class _Work:
-    def __init__(self, source: UpperSource, root: int, aside: int, log: Callable[[str], None], found: Callable[[Finding], None]) -> None:
-        self.source, self.root, self.aside, self.log, self.found = source, root, aside, log, found
+    def __init__(
+        self,
+        source: UpperSource,
+        root: int,
+        aside: int,
+        log: Callable[[str], None],
+        found: Callable[[Finding], None],
+        max_bytes: int,
+    ) -> None:
+        self.source, self.root, self.aside, self.log, self.found, self.max_bytes = source, root, aside, log, found, max_bytes
         self.matcher = None if source.scrub is None else Matcher(source.scrub)
         self.entries = self.bytes = self.scrubbed_bytes = self._findings = self._moved = 0
         self._sized: set[int] = set()  # inodes with several names
@@ -129,134 +116,9 @@ class _Work:
             os.close(self._lower)
 
     def folder(self, path: bytes) -> int:
-        if len(path) > 3800:  # with a name it must stay a path that the kernel takes
-            raise tree.TooDeep(os.fsdecode(path[:200]))
-        return syscalls.openat2(self.root, path or b".", _DIRECTORY, resolve=abi.RESOLVE_NO_SYMLINKS | abi.RESOLVE_BENEATH)
-
-    # --- redirected directories --------------------------------------------------------------------------------------
-
-    def follow_redirects(self) -> None:
-        redirected = list(self._redirected())
-        if not redirected:
-            return
-        copies = []
-        view = self._merged_view()
-        try:
-            for path in redirected:
-                copies.append((path, self._copied(view, path)))
-        finally:
-            os.close(view)
-        for path, name in copies:  # only now: what an overlay shows must not change beneath it
-            old = self._away_name()
-            os.rename(path, old, src_dir_fd=self.root, dst_dir_fd=self.aside)
-            os.rename(name, path, src_dir_fd=self.aside, dst_dir_fd=self.root)
-            with contextlib.suppress(OSError, RecursionError):  # else its names would count as links; with the snapshot it goes anyhow
-                shutil.rmtree(old, dir_fd=self.aside)
-            self.log(f"copied the renamed directory {os.fsdecode(path)!r}")
-
-    def _redirected(self) -> Iterator[bytes]:
-        """Topmost ones: what is in one is seen through the merged view."""
-        pending = [b""]
-        while pending:
-            path = pending.pop()
-            fd = self.folder(path)
-            try:
-                if path and REDIRECT in os.listxattr(fd):
-                    yield path
-                    continue
-                with os.scandir(fd) as entries:
-                    names = [os.fsencode(entry.name) for entry in entries if entry.is_dir(follow_symlinks=False)]
-            finally:
-                os.close(fd)
-            pending += [path + b"/" + name if path else name for name in names]
-
-    def _merged_view(self) -> int:
-        """As the sandbox saw it, ids as inside."""
-        if not self.source.lower:
-            raise Unsupported("a renamed directory cannot be packed without the layers below")
-        held: list[int] = []
-        try:
-            held.append(_shifted_back(self.root, self.source.uid_base))
-            held += [mounts.mount_erofs(meta, data) for meta, data in reversed(self.source.lower)]
-            options = {"redirect_dir": "follow", "metacopy": "off", "index": "off"}
-            return mounts.overlay(held, None, None, attrs=abi.MOUNT_ATTR_NOSYMFOLLOW, options=options)
-        finally:
-            for fd in held:
-                os.close(fd)
-
-    def _copied(self, view: int, path: bytes) -> bytes:
-        """The name beside the directory of a whole copy of `path`, shifted and opaque."""
-        name = self._away_name()
-        inodes: dict[tuple[int, int], bytes] = {}
-        pending = [(path, name)]
-        while pending:
-            source_path, target_path = pending.pop()
-            source = syscalls.openat2(view, source_path, _DIRECTORY, resolve=abi.RESOLVE_NO_SYMLINKS | abi.RESOLVE_BENEATH)
-            try:
-                os.mkdir(target_path, 0o700, dir_fd=self.aside)
-                for entry in sorted(map(os.fsencode, os.listdir(source))):
-                    status = os.stat(entry, dir_fd=source, follow_symlinks=False)
-                    below = target_path + b"/" + entry
-                    if stat.S_ISDIR(status.st_mode):
-                        pending.append((source_path + b"/" + entry, below))
-                        continue
-                    if self._linked(source_path + b"/" + entry, below):
-                        continue
-                    first = inodes.setdefault((status.st_dev, status.st_ino), below)
-                    if first != below:
-                        os.link(first, below, src_dir_fd=self.aside, dst_dir_fd=self.aside, follow_symlinks=False)
-                    else:
-                        self._copy_entry(source, entry, status, below)
-                self._dress(_in(source, b"."), os.fstat(source), target_path)
-            finally:
-                os.close(source)
-        os.setxattr(_in(self.aside, name), OPAQUE, b"y", follow_symlinks=False)
-        return name
-
-    def _linked(self, path: bytes, target: bytes) -> bool:
-        """What the sandbox itself has written in a renamed directory needs no copy, and keeps its other names."""
-        try:
-            status = os.stat(path, dir_fd=self.root, follow_symlinks=False)
-        except OSError:
-            return False
-        if stat.S_IFMT(status.st_mode) not in (stat.S_IFREG, stat.S_IFLNK, stat.S_IFIFO):
-            return False
-        os.link(path, target, src_dir_fd=self.root, dst_dir_fd=self.aside, follow_symlinks=False)
-        return True
-
-    def _copy_entry(self, source: int, name: bytes, status: os.stat_result, target: bytes) -> None:
-        kind = stat.S_IFMT(status.st_mode)
-        if kind == stat.S_IFREG:
-            self._count(status)
-            reading = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=source)
-            try:
-                writing = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self.aside)
-                try:
-                    while os.sendfile(writing, reading, None, 1 << 24):
-                        pass
-                finally:
-                    os.close(writing)
-            finally:
-                os.close(reading)
-        elif kind == stat.S_IFLNK:
-            os.symlink(os.readlink(name, dir_fd=source), target, dir_fd=self.aside)
-        elif kind == stat.S_IFIFO:
-            os.mkfifo(target, 0o600, dir_fd=self.aside)
-        else:
-            return
-        self._dress(_in(source, name), status, target)
-
-    def _dress(self, source: bytes, status: os.stat_result, target: bytes) -> None:
-        """Owner (shifted), mode, attributes, and the time that compiled Python is checked by."""
-        base, path = self.source.uid_base, _in(self.aside, target)
-        os.chown(path, base + status.st_uid, base + status.st_gid, follow_symlinks=False)
-        if not stat.S_ISLNK(status.st_mode):
-            os.chmod(path, stat.S_IMODE(status.st_mode))
-        for attribute in os.listxattr(source, follow_symlinks=False):
-            # A capability is one of the sandbox's root, and would have to be shifted to be shifted back: as it is, it stays as it is.
-            if attribute == CAPABILITY or (attribute.startswith("user.") and not attribute.startswith("user.overlay.")):
-                os.setxattr(path, attribute, os.getxattr(source, attribute, follow_symlinks=False), follow_symlinks=False)
-        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns), follow_symlinks=False)
+        if len(path) > MAX_PATH:
+            raise Unsupported(f"is nested too deep to be packed: {_shown(path[:200])!r}…")
+        return syscalls.openat2(self.root, path or b".", DIRECTORY, resolve=abi.RESOLVE_NO_SYMLINKS | abi.RESOLVE_BENEATH)
 
     # --- everything else ----------------------------------------------------------------------------------------------
 
@@ -268,7 +130,7 @@ class _Work:
             path, covering = pending.pop()
             fd = self.folder(path)
             try:
-                self._attributes(_in(fd, b"."), os.fstat(fd))
+                self._attributes(within(fd, b"."), os.fstat(fd))
                 self.entries += 1
                 for name in sorted(map(os.fsencode, os.listdir(fd)), reverse=True):
                     below = path + b"/" + name if path else name
@@ -306,7 +168,7 @@ class _Work:
         else:
             if kind == stat.S_IFREG:
                 self._count(status)
-            self._attributes(_in(fd, name), status)
+            self._attributes(within(fd, name), status)
         self.entries += 1
 
     def _count(self, status: os.stat_result) -> None:
@@ -315,8 +177,8 @@ class _Work:
                 return
             self._sized.add(status.st_ino)
         self.bytes += status.st_size
-        if self.bytes > self.source.max_bytes:
-            raise QuotaExceeded(f"its files are sparse: with their holes they hold more than the {self.source.max_bytes} bytes of a layer")
+        if self.bytes > self.max_bytes:
+            raise QuotaExceeded(f"its files are sparse: with their holes they hold more than the {self.max_bytes} bytes of a layer")
 
     def _whiteout(self, fd: int, name: bytes, status: os.stat_result) -> None:
         if status.st_nlink > 1:
@@ -339,7 +201,7 @@ class _Work:
     def _stays(self, path: bytes, name: str, status: os.stat_result) -> bool:
         if name == OPAQUE:
             return stat.S_ISDIR(status.st_mode) and os.getxattr(path, name, follow_symlinks=False) == b"y"
-        return name in _KEPT or (name.startswith("user.") and not name.startswith("user.overlay."))
+        return stays(name)
 
     def _compiled(self, path: bytes, fd: int) -> None:
         for name in sorted(map(os.fsencode, os.listdir(fd))):
@@ -378,7 +240,7 @@ class _Work:
 
     def _is_opaque(self, path: bytes) -> bool:
         try:
-            return os.getxattr(_in(self.root, path), OPAQUE, follow_symlinks=False) == b"y"
+            return os.getxattr(within(self.root, path), OPAQUE, follow_symlinks=False) == b"y"
         except OSError:
             return False
 
@@ -408,7 +270,7 @@ class _Work:
         while pending:
             path = pending.pop()
             try:
-                fd = os.open(path, _DIRECTORY, dir_fd=self.aside)
+                fd = os.open(path, DIRECTORY, dir_fd=self.aside)
             except OSError:
                 continue
             try:
@@ -428,10 +290,6 @@ class _Work:
     def _away_name(self) -> bytes:
         self._moved += 1
         return b"%d" % self._moved
-
-
-def _in(fd: int, name: bytes) -> bytes:
-    return os.fsencode(procfs.fd_path(fd)) + b"/" + name
 
 
 def _shown(path: bytes) -> str:

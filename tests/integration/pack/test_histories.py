@@ -82,7 +82,7 @@ async def seen(edge: NodeEdge, box: str) -> list[str]:
 PLACES = ("/usr/share", "/etc", "/opt", "/var/lib", "/w")
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("edge", "seed"), [("btrfs", 0), ("btrfs", 1), ("btrfs", 2), ("tmpfs", 3)], indirect=["edge"])
 async def test_a_random_history(edge: NodeEdge, seed: int) -> None:
     box = await edge.create(disk="512MiB")
     assert int(await edge.sh(box, f"python3 -ISc '{CHANGES}' {seed}")) > 100

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from opendsec.api.errors import Conflict, InvalidRequest, QuotaExceeded
+from opendsec.api.errors import Conflict, InvalidRequest, QuotaExceeded, Unavailable, Unsupported
 from opendsec.api.images import PackRequest, PackResult
 from opendsec.edge.packing import pack
 from opendsec.kernel import mounts
@@ -17,6 +17,8 @@ from tests.images import BASE
 from tests.nodes import NodeEdge
 
 pytestmark = pytest.mark.slow
+
+ON_BOTH = pytest.mark.parametrize("edge", ["btrfs", "tmpfs"], indirect=True)
 
 # Every entry below a directory: kind, mode, owner, size, links, target, attributes, content.
 SEE = r"""
@@ -85,6 +87,7 @@ touch /etc/passwd
 """
 
 
+@ON_BOTH
 async def test_hazards_come_back_as_they_were(edge: NodeEdge) -> None:
     box = await edge.create()
     await edge.sh(box, HAZARDS)
@@ -199,6 +202,66 @@ async def test_warnings_can_fail_it(edge: NodeEdge) -> None:
     assert all(finding.path.startswith("/work/") for finding in result.warnings)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        """python3 -c 'import os\nfor i in range(30): os.setxattr("/f", "user.%d" % i, b"x" * 70)'""",
+        """python3 -c 'import os; os.setxattr("/f", "user." + "n" * 240, b"")'""",
+        """python3 -c 'import os; os.setxattr("/f", "btrfs.compression", b"zlib")' || true""",
+        """python3 -c 'import os; os.symlink("a" * 4095, "/l")'""",
+        "chmod 700 /; chown 5:5 /",
+        "mkdir /m; cd /m; seq 3000 | xargs touch",
+    ],
+    ids=["attributes", "attribute's name", "another file system's", "long link", "root", "many"],
+)
+async def test_what_hostile_sandboxes_make_is_packed(edge: NodeEdge, change: str) -> None:
+    box = await edge.create()
+    await edge.sh(box, f"touch /f; {change}")
+    before = await see(edge, box, "/f", "/m" if "/m" in change else "/etc/passwd")
+    await packed(edge, box)
+    again = await edge.create("task:1")
+    lines = await see(edge, again, "/f", "/m" if "/m" in change else "/etc/passwd")
+    assert [line.replace("'btrfs.compression'", "") for line in before] == lines
+    assert await edge.sh(again, "stat -c '%a %u' /") == "755 0\n"  # the root directory is each sandbox's own
+
+
+DEEP = 'python3 -c \'import os\nfor i in range(3000):\n os.mkdir("ddd"); os.chdir("ddd")\''
+
+
+@ON_BOTH
+async def test_what_cannot_be_packed_is_refused_and_the_sandbox_goes_on(edge: NodeEdge) -> None:
+    box = await edge.create()
+    await edge.sh(box, f"cd /tmp; {DEEP}")
+    if edge.driver == "btrfs":
+        await packed(edge, box, scrub=True)  # whatever its depth, it is out of the way by one renaming
+    with pytest.raises((Unsupported, Unavailable), match=r"too deep|cannot copy"):
+        await packed(edge, box)
+    await edge.sh(box, """cd /; rm -r /tmp/ddd; python3 -c 'open("/" + "n" * 255, "w")'""")
+    with pytest.raises(Unsupported, match="255 bytes"):
+        await packed(edge, box)
+    await edge.sh(box, "rm /nnn*")
+    await packed(edge, box)
+    assert edge.snapshots == []
+
+
+async def test_access_lists_survive_also_in_a_renamed_directory(edge: NodeEdge) -> None:
+    acl = """python3 -c 'import os, struct, sys
+entry = lambda tag, perm, number: struct.pack("<HHI", tag, perm, number)
+acl = struct.pack("<I", 2) + entry(1, 6, 2**32 - 1) + entry(2, 4, 1000) + entry(4, 4, 2**32 - 1) + entry(16, 4, 2**32 - 1)
+os.setxattr("/w/f", "system.posix_acl_access", acl + entry(32, 0, 2**32 - 1))'"""
+    show = """python3 -c 'import os, sys; print(os.getxattr(sys.argv[1], "system.posix_acl_access").hex())' """
+    first = await edge.create()
+    await edge.sh(first, f"mkdir /w; touch /w/f; {acl}")
+    expected = await edge.sh(first, show + "/w/f")
+    await packed(edge, first, "first@1")
+    second = await edge.create("first:1")
+    assert await edge.sh(second, show + "/w/f") == expected
+    await edge.sh(second, "mv /w /moved")
+    await packed(edge, second, "second@1")
+    assert await edge.sh(await edge.create("second:1"), show + "/moved/f") == expected
+
+
+@ON_BOTH
 async def test_equal_changes_are_one_layer(edge: NodeEdge) -> None:
     digests = []
     for _ in range(2):
@@ -208,6 +271,7 @@ async def test_equal_changes_are_one_layer(edge: NodeEdge) -> None:
     assert digests[0] == digests[1]
 
 
+@ON_BOTH
 async def test_python_of_a_packed_layer_is_compiled_and_can_write_its_byte_code_beside_the_sources(edge: NodeEdge) -> None:
     box = await edge.create()
     await edge.sh(box, "mkdir -p /w/fresh && cd /w && echo x=1 >a.py && echo y=2 >fresh/b.py && python3 -c 'import a' && ls __pycache__")
@@ -219,6 +283,7 @@ async def test_python_of_a_packed_layer_is_compiled_and_can_write_its_byte_code_
     assert (await edge.sh(again, "cd /w && echo x=3 >>a.py && python3 -c 'import a; print(a.x)'")) == "3\n"
 
 
+@ON_BOTH
 async def test_a_layer_that_claims_more_than_the_disk_is_refused(edge: NodeEdge) -> None:
     box = await edge.create()
     await edge.sh(box, "truncate -s 1T /hole")
@@ -272,6 +337,7 @@ async def test_the_same_action_packs_once(edge: NodeEdge) -> None:
         await pack(edge.node, box, PackRequest(name="task@2", scrub=False, action_id="pack-1"))
 
 
+@ON_BOTH
 async def test_cancelled_it_leaves_nothing_and_the_sandbox_runs(edge: NodeEdge) -> None:
     box = await edge.create()
     await edge.sh(box, "head -c 30M /dev/urandom >/big")
@@ -287,6 +353,7 @@ async def test_cancelled_it_leaves_nothing_and_the_sandbox_runs(edge: NodeEdge) 
     assert not any(image.name == "task:1" for image in edge.store.list().images)
 
 
+@ON_BOTH
 async def test_an_edge_that_died_in_between_leaves_a_sandbox_that_the_next_one_thaws(edge: NodeEdge) -> None:
     box = await edge.create()
     handle = edge.node.box(box).handle

@@ -121,5 +121,34 @@ class _Copy:
         os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns), follow_symlinks=False)  # what compiled Python is checked by
 
 
+def remove_tree(path: Path) -> None:
+    """Remove a directory of any depth, if it is there: what lies deeper is moved up and removed there."""
+    try:
+        top = os.open(path, _DIRECTORY)
+    except FileNotFoundError:
+        return
+    try:
+        pending, count = [b"."], 0
+        while pending:
+            name = pending.pop()
+            fd = os.open(name, _DIRECTORY, dir_fd=top)
+            try:
+                for entry in list(map(os.fsencode, os.listdir(fd))):
+                    if not stat.S_ISDIR(os.stat(entry, dir_fd=fd, follow_symlinks=False).st_mode):
+                        os.unlink(entry, dir_fd=fd)
+                        continue
+                    count += 1
+                    moved = b"removing-%d" % count
+                    os.rename(entry, moved, src_dir_fd=fd, dst_dir_fd=top)
+                    pending.append(moved)
+            finally:
+                os.close(fd)
+            if name != b".":
+                os.rmdir(name, dir_fd=top)
+    finally:
+        os.close(top)
+    path.rmdir()
+
+
 def _in(fd: int, name: bytes) -> bytes:
     return os.fsencode(procfs.fd_path(fd)) + b"/" + name

@@ -11,14 +11,13 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from opendsec.api.errors import SandboxLost, Unavailable, Unsupported
 from opendsec.api.spec import Limits
 from opendsec.api.units import format_bytes
-from opendsec.runtime.scratch.copying import copy_tree
+from opendsec.runtime.scratch.copying import copy_tree, remove_tree
 from opendsec.runtime.scratch.driver import BASE_INODES, OpenRoot, ScratchPlan, Snapshot
 
 MAX_COPY_BYTES, MAX_COPY_FILES, COPY_TIMEOUT_S = 512 << 20, 20_000, 3.0  # while the sandbox stands still
@@ -40,7 +39,7 @@ class TmpfsScratch:
 
     async def start(self) -> None:
         if self._snapshots is not None:
-            await asyncio.to_thread(shutil.rmtree, self._snapshots, ignore_errors=True)  # left by an edge that died
+            await asyncio.to_thread(remove_tree, self._snapshots)  # left by an edge that died
 
     async def take(self, sandbox_id: str, uid_base: int, limits: Limits) -> ScratchPlan:
         return self.plan(sandbox_id, limits)
@@ -116,7 +115,7 @@ class TmpfsScratch:
         return snapshot
 
     def drop_snapshot(self, snapshot: Snapshot) -> None:
-        shutil.rmtree(snapshot.ref, ignore_errors=True)
+        remove_tree(Path(snapshot.ref))
 
     def list(self) -> Sequence[str]:
         return ()
