@@ -37,7 +37,7 @@ async def pack(node: Node, sandbox_id: str, request: PackRequest) -> PackResult:
     """Make a layer of what the sandbox has written. Raises InvalidRequest, NotFound, SandboxLost, Conflict (with `fail_on_warnings`),
     QuotaExceeded, Unsupported, Unavailable. Cancelled or failed it leaves nothing, and the sandbox runs."""
     name, image_name = check(request)
-    box, _ = node.running(sandbox_id)
+    node.box(sandbox_id)  # it may have ended since it was packed: a repeated action id gets what was recorded
 
     async def work(action: Action[PackResult]) -> PackResult:
         box, handle = node.running(sandbox_id)
@@ -52,8 +52,8 @@ async def pack(node: Node, sandbox_id: str, request: PackRequest) -> PackResult:
         work,
         result=PackResult,
         kind="pack",
-        digest=lambda: request_digest("pack", box.id.encode(), wire.encode(request)),
-        sandbox_id=box.id,
+        digest=lambda: request_digest("pack", sandbox_id.encode(), wire.encode(request)),
+        sandbox_id=sandbox_id,
     )
 
 

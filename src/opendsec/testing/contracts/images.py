@@ -113,6 +113,8 @@ async def packs_a_sandbox_that_goes_on(setup: Setup) -> None:
             raise AssertionError("one action id for two packs")
         assert (await box.run("echo on")).stdout == "on\n"
         assert "made:1" in [image.name for image in (await client.images.list()).images]
+        await box.kill()
+        assert (await box.pack("made@1", action_id=action)) == packed
         await client.images.lint("workspace:made@1", packages=["astropy"])
         assert (await client.images.verify("workspace:made@1")).findings == ()
         await client.images.remove("made:1")
