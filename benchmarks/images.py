@@ -143,9 +143,9 @@ for folder, _, names in os.walk("/usr"):
         if os.path.islink(path):
             continue
         size = os.path.getsize(path)
-        if size <= 16384 and len(small) < 4000:
+        if size <= 16384 and len(small) < FILES:
             small.append(path)
-        elif size >= 8 << 20 and len(large) < 8:
+        elif size >= 8 << 20 and len(large) < FILES // 500:
             large.append(path)
 small.sort(), large.sort()
 buffer = bytearray(1 << 20)
@@ -171,11 +171,11 @@ for line in sys.stdin:
 class Reader:
     """The program above in a sandbox: rates of reading what is in the page cache."""
 
-    def __init__(self, box: od.Sandbox) -> None:
-        self._box, self._text = box, ""
+    def __init__(self, box: od.Sandbox, files: int) -> None:
+        self._box, self._text, self._program = box, "", READER.replace("FILES", str(files))
 
     async def start(self) -> None:
-        self._process = await self._box.start(["python3", "-u", "-c", READER], stdin_stream=True)
+        self._process = await self._box.start(["python3", "-u", "-c", self._program], stdin_stream=True)
         self._events = self._process.attach()
         await self._line()
 
@@ -198,7 +198,7 @@ class Reader:
         await self._events.aclose()
 
 
-async def warm(report: Report, remote: Path, rounds: int) -> None:
+async def warm(report: Report, remote: Path, rounds: int, files: int) -> None:
     """Reads of content that was loaded on demand, beside the same layer fully local; both in the page cache."""
     with nginx_server(remote) as web:
         async with (
@@ -206,7 +206,7 @@ async def warm(report: Report, remote: Path, rounds: int) -> None:
             edge(None, ["--scratch-size", "1GiB"], store=stores(web.url)) as (there, _),
         ):
             await there.images.pull(f"store:{STORE}/{LARGE}")
-            readers = [Reader(await client.create(od.Container(image=LARGE, memory="1GiB"))) for client in (here, there)]
+            readers = [Reader(await client.create(od.Container(image=LARGE, memory="1GiB")), files) for client in (here, there)]
             for reader in readers:
                 await reader.start()
             rates: dict[str, list[tuple[float, float]]] = {"small": [], "large": []}
@@ -250,7 +250,8 @@ async def creation(report: Report, client: od.Client, layers: tuple[str, ...], r
     """Created in turns: the base alone, and with a workspace and three toolkits."""
     took: dict[str, list[float]] = {"base": [], "composed": []}
     for turn in range(rounds + 5):
-        for what, on_top in (("base", ()), ("composed", layers)):
+        pair: list[tuple[str, tuple[str, ...]]] = [("base", ()), ("composed", layers)]
+        for what, on_top in pair if turn % 2 else reversed(pair):
             began = time.perf_counter()
             box = await client.create(od.Container(image=BASE, layers=on_top))
             if turn >= 5:
@@ -352,7 +353,7 @@ async def measure(*, quick: bool, only: Sequence[str]) -> Report:
         parts: dict[str, Callable[[], Awaitable[None]]] = {
             "starts": lambda: starts(report, remote, traced, 1 if quick else 5),
             "burst": lambda: burst(report, remote),
-            "warm": lambda: warm(report, remote, 5 if quick else 15),
+            "warm": lambda: warm(report, remote, 5 if quick else 15, 1500 if quick else 4000),
             "compose": lambda: compose(
                 report, Path(folder), workspaces=10 if quick else 100, boxes=12 if quick else 20, rounds=30 if quick else 200
             ),
