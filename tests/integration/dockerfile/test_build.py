@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import io
 import os
+import shutil
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from opendsec.api.images import BuildEvent, BuildRequest, DockerfileSource, Imag
 from opendsec.api.spec import Container
 from opendsec.edge import creating
 from opendsec.edge.building import build_dockerfile
+from opendsec.images.dockerfile.context import Entry, Reader
 from tests.images import BASE
 from tests.nodes import NodeEdge
 
@@ -187,11 +191,12 @@ async def test_links_in_the_image_lead_a_copy_nowhere_outside(
 
 async def test_from_scratch(build: Builder, edge: NodeEdge) -> None:
     (build.context / "a").write_text("alone")
-    copies = "".join(f"COPY --from=other {path} {path}\n" for path in ("/usr/bin", "/usr/lib", "/bin", "/lib", "/lib64"))
-    image = await build(f"FROM {BASE} AS other\nFROM scratch\nCOPY a /b/a\n{copies}")
+    copies = (("/bin/sh /bin/cat", "/bin/"), ("/usr/lib/*-linux-gnu/libc.so.6", "/lib/"), ("/lib64/*", "/lib64/"))
+    text = "".join(f"COPY --from=other {sources} {to}\n" for sources, to in copies)
+    image = await build(f"FROM {BASE} AS other\nFROM scratch\nCOPY a /b/a\n{text}RUN echo more >>/b/a\n")
     assert not set(image.layers) & {layer.digest for layer in edge.store.resolve(BASE).layers}
     box = await edge.create("made")
-    assert await edge.sh(box, "cat /b/a; ls /") == "alone" + "b\nbin\ndev\nlib\nlib64\nproc\nsys\ntmp\nusr\n"
+    assert await edge.sh(box, "cat /b/a; echo /*") == "alonemore\n/b /bin /dev /lib /lib64 /proc /sys /tmp\n"
 
 
 async def test_the_ignore_file_and_the_target(build: Builder, edge: NodeEdge) -> None:
@@ -238,3 +243,43 @@ async def test_the_sandbox_of_a_step_does_not_outlive_its_edge(edge: NodeEdge) -
     await edge.start()
     assert edge.node.box(box.id).state.phase == "lost" and not edge.node.box(box.id).state.held
     assert await edge.sh(other, "echo on") == "on\n"
+
+
+async def test_add_unpacks_archives_and_copies_the_rest(build: Builder, edge: NodeEdge) -> None:
+    for compression in ("", "bz2", "xz"):
+        with tarfile.open(build.context / f"a.{compression or 'tar'}", f"w:{compression}") as archive:  # type: ignore[call-overload]
+            info = tarfile.TarInfo(f"from-{compression}")
+            info.size = 1
+            archive.addfile(info, io.BytesIO(b"x"))
+    (build.context / "plain").write_text("plain")
+    (build.context / "words.gz").write_bytes(gzip.compress(b"no archive"))
+    (build.context / "dir").mkdir()
+    shutil.copy(build.context / "a.tar", build.context / "dir/inner.tar")
+    await build(f"FROM {BASE}\nADD --chown=nobody a.* plain words.gz /to/\nADD dir /dir\n")
+    box = await edge.create("made")
+    listing = "dir\n/dir:\ninner.tar\n\n/to:\nfrom-\nfrom-bz2\nfrom-xz\nplain\nwords.gz\n"
+    assert "dir\n" + await edge.sh(box, "ls /dir /to") == listing
+    assert await edge.sh(box, "stat -c %U /to /to/from-xz /to/plain | sort -u; zcat /to/words.gz") == "nobody\nno archive"
+    (build.context / "cut.tar.gz").write_bytes(gzip.compress((build.context / "a.tar").read_bytes() * 50)[:-40])
+    with pytest.raises(InvalidRequest, match="line 2: ADD"):
+        await build(f"FROM {BASE}\nADD cut.tar.gz /x/\n")
+    (build.context / "climbs.tar").write_bytes(b"")
+    with tarfile.open(build.context / "climbs.tar", "w") as archive:
+        archive.addfile(tarfile.TarInfo("../../outside"))
+    with pytest.raises(InvalidRequest, match="leads outside"):
+        await build(f"FROM {BASE}\nADD climbs.tar /x/\n")
+    assert edge.snapshots == []
+
+
+async def test_a_context_that_changes_while_it_is_read_is_no_image(build: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
+    (build.context / "a").write_text("first")
+    original = Reader.entries
+
+    def entries(self: Reader, paths: Sequence[bytes], to: str) -> list[Entry]:
+        found = original(self, paths, to)
+        (build.context / "a").write_text("other")
+        return found
+
+    monkeypatch.setattr(Reader, "entries", entries)
+    with pytest.raises(InvalidRequest, match="was changed while it was read"):
+        await build(f"FROM {BASE}\nCOPY a /a\n")

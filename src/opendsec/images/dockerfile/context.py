@@ -78,7 +78,7 @@ class Reader:
             return
         try:
             pattern = re.compile(translate(part), re.DOTALL)
-            fd = self.open(path, _DIRECTORY)
+            fd = self.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # perhaps by a link
         except (re.error, ValueError) as error:
             raise InvalidRequest(f"the pattern {part!r}: {error}", field="source.dockerfile") from None
         except OSError:
