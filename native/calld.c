@@ -540,9 +540,6 @@ static void watch(void)
 			u64 pause = (call.job.cpu_us - used) / member.cores;
 			next_look = now + (pause < 1000 ? 1000 : pause);
 		}
-		if (call.spoiled && call.job.kind == KIND_PYTHON && interpreter_pid < 0) {
-			/* It runs by itself; the member goes after it. */
-		}
 		u64 end = call.started_us + call.job.wall_us;
 		turn(next_look < end ? next_look : end);
 	}
@@ -566,7 +563,6 @@ static void run(const u8 *body, u32 len, int body_fd)
 		c.bad = 1;
 	for (u64 i = 0; i < (u64)job->n_argv + job->n_env && !c.bad; i++)
 		take_text(&c);
-	u64 files_bytes = (u64)(c.at - body);
 	for (u32 i = 0; i < job->n_files && !c.bad; i++) {
 		take_u32(&c);
 		u64 size = take_u64(&c);
@@ -575,7 +571,6 @@ static void run(const u8 *body, u32 len, int body_fd)
 	}
 	const u8 *input = take(&c, job->stdin_len);
 	payload = take(&c, job->payload_len);
-	(void)files_bytes;
 	if (c.bad || (job->kind != KIND_PYTHON && job->kind != KIND_EXEC) || (job->kind == KIND_EXEC && !job->n_argv) ||
 	    (job->kind == KIND_PYTHON && interpreter < 0) || job->output_bytes > (1ULL << 32))
 		quit(75); /* the edge is at odds with itself */
@@ -604,8 +599,9 @@ static void run(const u8 *body, u32 len, int body_fd)
 	if (job->n_outputs)
 		files_fd = (int)SYS2(memfd_create, "files", MFD_CLOSE_ON_EXEC);
 	if (job->value_bytes) {
-		value_fd = (int)SYS2(memfd_create, "value", MFD_CLOSE_ON_EXEC);
-		if (value_fd < 0 || SYS2(ftruncate, value_fd, job->value_bytes) < 0)
+		value_fd = (int)SYS2(memfd_create, "value", MFD_CLOSE_ON_EXEC | 2 /* MFD_ALLOW_SEALING */);
+		/* It must be there in full when we look at it, or we would die of that. */
+		if (value_fd < 0 || SYS2(ftruncate, value_fd, job->value_bytes) < 0 || SYS3(fcntl, value_fd, 1033 /* F_ADD_SEALS */, 7) < 0)
 			call.reason = "no memory for the call's value";
 	}
 	if (stdio[0] < 0 || stdio[1] < 0 || stdio[2] < 0 || (job->n_outputs && files_fd < 0))

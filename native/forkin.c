@@ -128,17 +128,6 @@ static __attribute__((noinline)) int in_between(int (*libc_fork)(void))
 		SYS1(exit, 0);
 }
 
-/* Have forks share the page tables of a file's private mapping as well. The kernel copies them only if a page of the mapping was written
- * (else it lets a fork fault them in anew, some sixty times in what an interpreter needs); so one is, with what it holds. */
-__attribute__((visibility("default"))) long forkin_share(u8 *at, u64 len, int protection)
-{
-	long error = SYS3(madvise, at, len, 22 /* MADV_POPULATE_READ */);
-	if (error < 0 || (error = SYS3(mprotect, at, len, protection | 2)) < 0)
-		return error;
-	*(volatile u8 *)at = *(volatile u8 *)at;
-	return SYS3(mprotect, at, len, protection);
-}
-
 /* In a fork: 0, and `call` is filled. In the interpreter itself: only when the supervisor is gone or talks nonsense, a negative errno. */
 __attribute__((visibility("default"))) long forkin_serve(int sock, int (*libc_fork)(void), void (*after_fork)(void), struct forkin_call *call)
 {

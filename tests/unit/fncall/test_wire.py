@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from opendsec.api.errors import InvalidRequest
 from opendsec.runtime.fncall import wire
 from opendsec.runtime.fncall.interface import File, Job, JobLimits
 
@@ -115,3 +116,27 @@ def test_jobs() -> None:
     assert plain.endswith(b"\x01\0\0\0" + (4).to_bytes(8, "little") + b"\x02\0\0\0f\0datain")
     function = wire.job_body(Job(kind="function", limits=LIMITS, function="a:b"))
     assert struct.unpack_from("<6I8Q", function)[0] == 1 and struct.unpack_from("<6I8Q", function)[12] == wire.VALUE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("field", "job"),
+    [
+        ("argv", Job(kind="exec", limits=LIMITS)),
+        ("argv", Job(kind="exec", limits=LIMITS, argv=("",))),
+        ("argv", Job(kind="exec", limits=LIMITS, argv=("a", "b\0c"))),
+        ("argv", Job(kind="exec", limits=LIMITS, argv=("a",) * 5000)),
+        ("env", Job(kind="source", limits=LIMITS, env={"": "a"})),
+        ("env", Job(kind="source", limits=LIMITS, env={"a=b": "a"})),
+        ("env", Job(kind="source", limits=LIMITS, env={"a": "\0"})),
+        *(
+            (field, Job(kind="source", limits=LIMITS, files=(File(path, b""),)))
+            for field in ("files",)
+            for path in ("", "/a", "../a", "a/../b", "a/", "a\0")
+        ),
+        *(("outputs", Job(kind="source", limits=LIMITS, outputs=(path,))) for path in ("", "/a", "..", "x" * 5000)),
+    ],
+)
+def test_jobs_that_no_member_can_read(field: str, job: Job) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        wire.job_body(job)
+    assert caught.value.field == field

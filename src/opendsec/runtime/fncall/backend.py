@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from opendsec.api.errors import Internal, InvalidRequest, Unavailable, Unsupported
+from opendsec.api.errors import Internal, InvalidRequest, SandboxLost, Unavailable, Unsupported
 from opendsec.api.sandboxes import Capability
 from opendsec.kernel import cgroups
 from opendsec.kernel.fds import sealed_memfd
@@ -114,6 +114,8 @@ class FnMembers:
                 if error.step in CALLERS_STEPS:
                     raise InvalidRequest(error.text, field="user") from error
                 raise Internal(f"cannot create the member: {error}", data={"step": error.step, "errno": error.errno}) from error
+            if isinstance(error, SandboxLost):
+                raise Unavailable(f"the member ended while it was made: {error}") from error
             raise
         self._members.add(member)
         return member

@@ -121,12 +121,13 @@ class FnMember:
             raise Internal("a member serves one call at a time")
         if job.kind != "exec" and not self.plan.python:
             return Ended(not_started="this pool keeps no interpreter warm", caller_fault=True)
+        body = wire.job_body(job)
         answer = self._answer = self._loop.create_future()
         try:
             limits = (job.limits.memory_bytes + 2 * job.limits.output_bytes, job.limits.pids)
             if limits != self._limits:
                 await self._limit(*limits)
-            self._send(wire.JOB, wire.job_body(job))
+            self._send(wire.JOB, body)
             try:
                 data, fds = await asyncio.shield(answer)
             except asyncio.CancelledError:

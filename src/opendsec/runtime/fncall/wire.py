@@ -12,6 +12,7 @@ import os
 import struct
 from collections.abc import Mapping, Sequence
 
+from opendsec.api.errors import InvalidRequest
 from opendsec.runtime.fncall.interface import Ended, Job
 
 MAGIC = 0x31434644
@@ -21,7 +22,7 @@ INLINE_BYTES = 60 << 10  # of a body that goes in the datagram
 DATAGRAM_BYTES = 96 << 10  # no message is larger
 MAX_ANSWER_BYTES = 9 << 30  # two streams of 4 GiB at most, and more than anybody allows
 VALUE_BYTES = (16 << 20) + 8  # of a function's value, with its head
-PATTERN_BYTES, ENVIRONMENT_WORDS = 4000, 4096
+MAX_WORDS, MAX_PATH_BYTES = 4096, 3000  # of calld.c
 
 HEAD = struct.Struct("<IIII")
 _JOB = struct.Struct("<6I8Q")
@@ -76,7 +77,34 @@ def warm_config(preload: Sequence[str], warmup: str, workdir: str) -> bytes:
     return marshal.dumps((tuple(preload), warmup, workdir), 2)
 
 
+def check(job: Job) -> None:
+    """That a member can read it. Raises InvalidRequest, which names the field."""
+    for field, texts, maximum in (
+        ("argv", job.argv, MAX_WORDS),
+        ("env", [f"{name}={value}" for name, value in job.env.items()], MAX_WORDS),
+        ("outputs", job.outputs, MAX_WORDS),
+        ("files", [file.path for file in job.files], 1 << 20),
+    ):
+        if len(texts) > maximum:
+            raise InvalidRequest(f"at most {maximum}, not {len(texts)}", field=field)
+        for text in texts:
+            if "\0" in text:
+                raise InvalidRequest(f"no NUL may be in {text[:80]!r}", field=field)
+            if field in ("outputs", "files") and (
+                not text or text.startswith("/") or ".." in text.split("/") or text.endswith("/") or len(raw(text)) > MAX_PATH_BYTES
+            ):
+                raise InvalidRequest(f"{text[:80]!r} is no relative path without '..' of 1 to {MAX_PATH_BYTES} bytes", field=field)
+    for name in job.env:
+        if not name or "=" in name:
+            raise InvalidRequest(f"not the name of a variable: {name[:80]!r}", field="env")
+    if job.kind == "exec" and not (job.argv and job.argv[0]):
+        raise InvalidRequest("a program is needed", field="argv")
+
+
 def job_body(job: Job) -> bytes:
+    """Raises InvalidRequest."""
+    if job.argv or job.env or job.files or job.outputs or job.kind == "exec":
+        check(job)
     is_exec = job.kind == "exec"
     payload = b""
     if not is_exec:

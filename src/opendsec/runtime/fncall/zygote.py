@@ -54,20 +54,6 @@ def remember(filename: str, source: str) -> None:
     lines[filename] = (len(source), None, source.splitlines(True), filename)
 
 
-def share(library: object) -> None:
-    """Have forks share the page tables of programs and libraries: see forkin.c."""
-    with open("/proc/self/maps", "rb") as file:
-        lines = file.read().split(b"\n")
-    for line in lines:
-        fields = line.split()
-        if len(fields) < 6 or fields[5][:1] != b"/" or fields[5][:6] == b"/memfd" or fields[1] not in (b"r-xp", b"r--p"):
-            continue
-        start, _, end = fields[0].partition(b"-")
-        at, size = int(start, 16), int(end, 16) - int(start, 16)
-        if 16384 <= size <= 32 << 20:
-            library.forkin_share(at, size, 5 if fields[1] == b"r-xp" else 1)  # type: ignore[attr-defined]
-
-
 def serve() -> tuple[bytes, int | None, int]:
     """Returns in forks, with the call: (marshalled, where a function's value goes, how much fits there)."""
     import gc
@@ -87,13 +73,11 @@ def serve() -> tuple[bytes, int | None, int]:
     pointer = ctypes.c_void_p
     fork = ctypes.cast(ctypes.CDLL(None).fork, pointer)
     after = ctypes.cast(ctypes.pythonapi.PyOS_AfterFork_Child, pointer)
-    library.forkin_share.argtypes = [pointer, ctypes.c_uint64, ctypes.c_int]
     library.forkin_serve.argtypes = [ctypes.c_int, pointer, pointer, ctypes.POINTER(Call)]
     library.forkin_serve.restype = ctypes.c_long
     call = Call()
     os.close(4)
     os.close(5)
-    share(library)
     before, serving, string_at, close, stop = ctypes.pythonapi.PyOS_BeforeFork, library.forkin_serve, ctypes.string_at, os.close, os._exit
     before.restype = None
     reference = ctypes.byref(call)
