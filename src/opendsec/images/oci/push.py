@@ -22,7 +22,7 @@ async def push(
     *,
     progress: Callable[[BuildEvent], None],
     allow_host_paths: bool,
-    stall_s: float = 600.0,
+    stall_s: float = 60.0,
     retries: int = 2,
 ) -> None:
     """Send the image that `request` names, whatever it was made of, to a registry, into an OCI layout or into a docker-archive.

@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from opendsec.api.errors import Conflict, InvalidRequest, NotFound, OpenDSecError, Unauthorized, Unavailable
+from opendsec.kernel import procfs
 
 _LOOK_S = 0.25
 FIRST_DELAY_S = 0.25  # before the second attempt; then twice as long each time
@@ -97,13 +98,14 @@ class Skopeo:
         try:
             poll = select.poll()
             poll.register(fd, select.POLLIN)
-            arrived, since = -1, time.monotonic()
+            arrived, since = b"", time.monotonic()
             while not poll.poll(_LOOK_S * 1000):
                 now = time.monotonic()
-                found = _size(watched) if watched is not None else 0
+                if watched is not None:
+                    progress(_size(watched))
+                found = _moved(process.pid)
                 if found != arrived:
                     arrived, since = found, now
-                    progress(found)
                 elif now - since > self._stall_s:
                     raise Unavailable(f"the registry {self._host} has sent nothing for {self._stall_s:g} s", field="reference")
         finally:
@@ -156,6 +158,14 @@ def error_for(said: str, host: str) -> OpenDSecError:
     if has("digest did not match", "digest mismatch", "does not match", "invalid checksum"):
         return Unavailable(f"the registry {host} sent something else than it should: {said}", field="reference")
     return Unavailable(f"the registry {host}: {said}", field="reference")
+
+
+def _moved(pid: int) -> bytes:
+    """What a process has read and written so far, by files and connections; as it stands in its account."""
+    try:
+        return procfs.read(procfs.path_of(pid, "io"))
+    except OSError:
+        return b""  # it has just ended
 
 
 def _size(path: Path) -> int:
