@@ -44,6 +44,7 @@ MIB = 1 << 20
 MEMBERS = 4  # of each pool: twice the cores of the reference machine
 DOWNLOADS = Path(os.environ.get("OPENDSEC_TEST_IMAGES", "/var/tmp/opendsec-test-images")) / "downloads"
 TRIVIAL = od.FnCall(source="pass\n", pool="plain")
+PRELOAD = ("collections", "copy", "functools", "hashlib", "itertools", "math", "random", "re", "string", "typing")  # as a trainer would
 PROGRAM_LIMITS = od.FnLimits(cpu_time_s=60.0, wall_time_s=60.0, memory="512MiB")
 FIRST_USE = """
 import time
@@ -206,7 +207,7 @@ async def programs(client: od.Client, report: Report, repetitions: int, containe
                 mistaken += 1
         return time.perf_counter() - began
 
-    async with pool(client, "programs", memory="640MiB"):
+    async with pool(client, "programs", preload=PRELOAD, memory="640MiB"):
         for _ in range(repetitions):
             took = await called(lines)
             report.note("fncall.humaneval.rate", len(lines) / took, "per s")
