@@ -15,7 +15,9 @@ import pytest
 
 from opendsec.api.errors import Denied, InvalidRequest, NotFound, Unavailable, Unsupported
 from opendsec.api.images import BuildEvent, ImageInfo, PullRequest
+from opendsec.images.oci.below import Lowers
 from opendsec.images.oci.limits import Limits
+from opendsec.images.oci.nodes import Question
 from opendsec.images.oci.pull import pull
 from opendsec.images.store import ImageStore
 from tests.integration.oci.conftest import mounted
@@ -160,6 +162,35 @@ async def test_docker_archive(store: ImageStore, tmp_path: Path, squeeze: bool) 
         assert (root / "etc/a").read_bytes() == b"1"
     with pytest.raises(NotFound, match=r"there is: demo:1, reg\.io/team/demo:2"):
         await get(store, f"docker-archive:{path}:demo:9")
+
+
+async def test_docker_archive_of_newer_versions(store: ImageStore, tmp_path: Path) -> None:
+    """A layout with a manifest.json beside it; layers packed or not."""
+    image = Image(layers=[BASE, LARGE])
+    made = Layout(tmp_path / "layout")
+    made.add(made.manifest(image), "demo")
+    manifest = json.loads(made.file(str(made.index[0]["digest"])).read_bytes())
+    names = ["blobs/" + item["digest"].replace(":", "/") for item in (manifest["config"], *manifest["layers"])]
+    saved = json.dumps([{"Config": names[0], "RepoTags": ["demo:latest"], "Layers": names[1:], "LayerSources": {}}]).encode()
+    files = [path for path in sorted(made.path.rglob("*")) if path.is_file()]
+    items = [entry(str(path.relative_to(made.path)), path.read_bytes()) for path in files]
+    (tmp_path / "saved.tar").write_bytes(archive(folder("blobs"), folder("blobs/sha256"), *items, entry("manifest.json", saved)))
+    image_info = await get(store, f"docker-archive:{tmp_path}/saved.tar", name="")
+    assert image_info.name == "saved"
+    assert len(image_info.layers) == 2
+
+
+async def test_on_layers_whose_content_is_elsewhere(store: ImageStore, tmp_path: Path) -> None:
+    """What lies below is looked up in the metadata alone."""
+    layout(tmp_path / "one", archive(folder("shared", 0o1770, uid=9), entry("shared/noise", NOISE)))
+    (lower,) = (await get(store, f"oci:{tmp_path}/one", name="one")).layers
+    data = store.directory(lower) / "data.blob"
+    data.rename(tmp_path / "kept")
+    with Lowers([store.directory(lower)], tmp_path) as lowers:
+        there, absent = lowers.answers([Question(b"shared", True), Question(b"none", True)])
+    assert there is not None and (there.mode, there.uid) == (0o1770, 9)
+    assert absent is None
+    (tmp_path / "kept").rename(data)
 
 
 async def test_docker_archives_that_lie(store: ImageStore, tmp_path: Path) -> None:

@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 import random
 import subprocess
+import sys
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -140,6 +143,34 @@ async def test_no_credentials_on_a_command_line(store: ImageStore, proxy: Proxy,
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_killed(store: ImageStore, proxy: Proxy, repository: str) -> None:
+    """All that a pull started ends with the process that asked for it, however that ends; the next one to come clears up."""
+    proxy.faults.append(Fault("stall"))
+    program = (
+        "import asyncio, sys; from pathlib import Path; from opendsec.api.images import PullRequest\n"
+        "from opendsec.images.oci.pull import pull; from opendsec.images.store import ImageStore\n"
+        "request = PullRequest(reference=sys.argv[2], name='image', tls_verify=False)\n"
+        "asyncio.run(pull(ImageStore(Path(sys.argv[1])), request, progress=lambda event: None, allow_host_paths=False))"
+    )
+    command = [sys.executable, "-c", program, str(store.root), f"docker://{proxy.address}/{repository}"]
+    process = await asyncio.create_subprocess_exec(*command)
+    await proxy.stalled.wait()
+    (work,) = (store.root / "tmp").iterdir()
+    fd = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        process.kill()
+        await process.wait()
+        await asyncio.wait_for(asyncio.to_thread(fcntl.flock, fd, fcntl.LOCK_EX), 20)  # nothing holds the workspace any more
+    finally:
+        os.close(fd)
+    store.prepare()
+    assert not list((store.root / "tmp").iterdir())
+    proxy.faults.clear()
+    await get(store, f"docker://{proxy.address}/{repository}")
 
 
 async def test_nobody_there(store: ImageStore) -> None:
