@@ -191,6 +191,18 @@ class Rig:
                 os.kill(pid, signal.SIGKILL)
         self.wait(lambda: not self.family())
 
+    async def crash_until(self, condition: Callable[[], object]) -> None:
+        """Kill each loader as soon as it is there."""
+
+        def work() -> None:
+            while not condition():
+                self.wait(lambda: self.pids("loader") or condition())
+                for pid in self.pids("loader"):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+
+        await asyncio.to_thread(work)
+
     def pids(self, role: str) -> list[int]:
         return sorted(pid for pid, found in self.family().items() if found == role)
 

@@ -129,11 +129,7 @@ async def test_a_loader_that_keeps_crashing_refuses(tmp_path: Path) -> None:
         layer = rig.layer({"big": noise(MIB, 1)})
         async with rig.loader() as loader:
             reader = await held_reader(rig, loader, layer)
-            for _ in range(6):
-                rig.wait(lambda: rig.pids("loader") or reader.process.poll() is not None)
-                for pid in rig.pids("loader"):
-                    os.kill(pid, signal.SIGKILL)
-                    rig.wait(lambda pid=pid: pid not in rig.family())  # type: ignore[misc]
+            await rig.crash_until(lambda: reader.process.poll() is not None)
             assert await reader.result_soon() == EIO
             rig.web.let_go()
             rig.wait(lambda: rig.pids("loader"))

@@ -82,6 +82,21 @@ async def test_fuse_survives_the_death_of_one(tmp_path: Path, role: str) -> None
             assert await rig.read(await rig.mount(loader, layer), "other") == layer.files["other"]
 
 
+async def test_a_loader_that_keeps_crashing_refuses_through_fuse_too(tmp_path: Path) -> None:
+    with Rig(tmp_path, mechanism="fuse") as rig:
+        layer = rig.layer({"big": noise(MIB, 1)})
+        async with rig.loader() as loader:
+            mount = await rig.mount(loader, layer)
+            gate = rig.web.hold("data.blob")
+            reader = Reader(mount, "big")
+            await asyncio.to_thread(gate.wait_arrived)
+            await rig.crash_until(lambda: reader.process.poll() is not None)
+            assert await reader.result_soon() == errno.EIO
+            rig.web.let_go()
+            rig.wait(lambda: rig.pids("loader"))
+            rig.wait(lambda: Reader(mount, "big").result() == layer.files["big"])
+
+
 async def test_with_fuse_the_death_of_all_is_an_error_never_a_hole(tmp_path: Path) -> None:
     with Rig(tmp_path, mechanism="fuse") as rig:
         layer = rig.layer({"big": noise(2 * MIB, 1)})

@@ -76,6 +76,11 @@ class Board:
 
     # --- requests of FUSE ------------------------------------------------------------------------------------------
 
+    def fuse(self) -> tuple[int, int]:
+        """The device and the mount, if "fuse" is set."""
+        both = self.get("fuse")
+        return both & 0xFFFF, both >> 16
+
     def received(self, used: int) -> None:
         """A request was read into `raw`; it counts as there until `settled`."""
         self.set("raw_used", used)

@@ -49,9 +49,8 @@ class FuseFiles:
 
     def start(self) -> None:
         """Mount, or go on with what a predecessor had mounted."""
-        kept = self._board.get("fuse")
-        if kept >= 0:
-            self._device, self._mount = kept & 0xFFFF, kept >> 16
+        if self._board.get("fuse") >= 0:
+            self._device, self._mount = self._board.fuse()
             for layer in self._nodes.values():
                 layer.opens = 1 << 20  # who has it open is not known any more
             asked = self._board.asked()

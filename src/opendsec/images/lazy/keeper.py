@@ -31,8 +31,9 @@ import msgspec
 from opendsec.images.lazy import loader  # here, so that a successor is a fork away
 from opendsec.images.lazy.board import MAX_FDS, Board
 from opendsec.images.lazy.loader import Family, Job
-from opendsec.kernel import fds, procfs
+from opendsec.kernel import fds, fuse, procfs
 from opendsec.kernel.fanotify import Group
+from opendsec.kernel.fuse import Request
 
 CRASHES, CRASHES_WITHIN_S, REFUSE_S = 5, 20.0, 5.0
 
@@ -151,7 +152,7 @@ def _close(fd: int) -> None:
 def _refuse(family: Family, seconds: float) -> None:
     """Answer every reader with EIO for a while."""
     if family.group is None:
-        time.sleep(seconds)
+        _refuse_fuse(family.board, seconds)
         return
     for event in family.board.recover():
         family.group.deny(event.fd, errno.EIO)
@@ -166,3 +167,30 @@ def _refuse(family: Family, seconds: float) -> None:
                 family.group.deny(event.fd, errno.EIO)
                 family.board.forget(event.fd)
                 _close(event.fd)
+
+
+def _refuse_fuse(board: Board, seconds: float) -> None:
+    if board.get("fuse") < 0:
+        time.sleep(seconds)
+        return
+    device = board.fuse()[0]
+    for number, unique, *_ in board.asked():
+        fuse.refuse(device, unique, errno.EIO)
+        board.forget_asked(number)
+    if board.unsettled():
+        _refuse_request(device, Request(board.raw))
+    board.settled()
+    end = time.monotonic() + seconds
+    poll = select.poll()
+    poll.register(device, select.POLLIN)
+    while (left := end - time.monotonic()) > 0:
+        if poll.poll(left * 1000) and fuse.receive(device, board.before_read()):
+            _refuse_request(device, Request(board.raw))
+        board.settled()
+
+
+def _refuse_request(device: int, request: Request) -> None:
+    if request.opcode == fuse.INIT:
+        fuse.reply(device, request.unique, fuse.init_answer(request))
+    elif request.opcode not in fuse.SILENT:
+        fuse.refuse(device, request.unique, errno.EIO)

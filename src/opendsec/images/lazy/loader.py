@@ -81,7 +81,7 @@ def run(family: Family) -> int:
 def _sweep(family: Family) -> dict[Key, int]:
     """Close what a predecessor had open, but for what is still needed; its data files."""
     board = family.board
-    waiting = {event.fd for event in board.recover()}
+    waiting = {event.fd for event in board.recover()} if family.group is not None else set()
     kept = board.kept()
     needed = {0, 1, 2, family.listener, family.lock, *waiting, *kept}
     if family.group is not None:
@@ -92,9 +92,9 @@ def _sweep(family: Family) -> dict[Key, int]:
             with contextlib.suppress(OSError):
                 os.close(fd)
     found = {}
-    kept_fuse = board.get("fuse")
+    ours = board.fuse() if board.get("fuse") >= 0 else ()
     for fd in kept:
-        if kept_fuse >= 0 and fd in (kept_fuse & 0xFFFF, kept_fuse >> 16):
+        if fd in ours:
             continue  # asking about our own file system would be asking ourselves
         status = os.fstat(fd)
         found[status.st_dev, status.st_ino] = fd
