@@ -43,9 +43,10 @@ __all__ = ["Client", "Files", "Images", "Pools", "Process", "RetryPolicy", "Sand
 class Client:
     """An edge, or a gateway that speaks for many.
 
-    `address`: None for the edge of this machine, which is started if none runs; `unix:/path/to/edge.sock`; `http://…` or `https://…`
-    with a `token`. Without an address `$OPENDSEC_ADDRESS` and `$OPENDSEC_TOKEN` are used if set. `run_dir` and `state_dir` say where
-    the local edge lives (`$OPENDSEC_RUN_DIR`, `$OPENDSEC_STATE_DIR`, else `/run/opendsec`, `/var/lib/opendsec`).
+    `address`: None for the edge of this machine, which is started if none runs; `unix:/path/to/edge.sock`, where one is started only if
+    `state_dir` is given as well; `http://…` or `https://…` with a `token`. Without an address `$OPENDSEC_ADDRESS` and `$OPENDSEC_TOKEN`
+    are used if set. `run_dir` and `state_dir` say where the local edge lives (`$OPENDSEC_RUN_DIR`, `$OPENDSEC_STATE_DIR`, else
+    `/run/opendsec`, `/var/lib/opendsec`).
 
     Use it as `async with Client() as client:`, or call `aclose()` at the end. Closing it ends no sandbox.
     """
@@ -367,7 +368,8 @@ def _transport(
         if not address.startswith("unix:/"):
             raise InvalidRequest(f"must be unix:/path, http://… or https://…; got {address[:80]!r}", field="address")
         socket_path = Path("/" + address.removeprefix("unix:").lstrip("/"))
-        start_edge = start_edge and socket_path.name == launch.SOCKET_NAME
+        # Who names a socket means the edge that is there. One started in its place would have the default state, somebody else's.
+        start_edge = start_edge and state_dir is not None and socket_path.name == launch.SOCKET_NAME
         runs = socket_path.parent
     state = Path(state_dir) if state_dir is not None else launch.default_state_dir()
 

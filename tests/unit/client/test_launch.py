@@ -16,6 +16,8 @@ import pytest
 
 from opendsec.api.errors import Unavailable
 from opendsec.client import launch
+from opendsec.client._core import RetryPolicy
+from opendsec.client.aio import Client
 
 # Listens where an edge would, tells that it is ready, notes that it was started, and ends when asked on its socket.
 STAND_IN = """
@@ -142,3 +144,12 @@ def test_waiting_for_the_end_has_an_end() -> None:
         process.kill()
         launch.wait_ended(pidfd)
         os.close(pidfd)
+
+
+async def test_a_named_socket_is_never_an_edge_started_over_the_default_state(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(launch, "start_edge", lambda *args, **kwargs: started.append(args))
+    async with Client(f"unix:{place.run_dir / launch.SOCKET_NAME}", retry=RetryPolicy(attempts=1)) as client:
+        with pytest.raises(Unavailable):
+            await client.info()
+    assert started == []
