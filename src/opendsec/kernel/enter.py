@@ -145,13 +145,16 @@ def enter_member(plan: Plan, sync: int, edge: int, calld: int) -> None:
     global step, channel
     sync, edge, calld = keep(sync, edge, calld)
     user: tuple[int, int, list[int], bytes, bytes] = (0, 0, [], b"/", b"root")
-    inner = -1
+    inner, count = -1, 0
 
     def before_pivot(root: int, proc: int) -> None:
-        nonlocal user, inner
+        nonlocal user, inner, count
         global step
         step = "find the user"
-        user = find_user(plan["user"], lambda path: read_layered(root, len(plan["layers"]), path))
+        directory = os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root)
+        count = sum(name.startswith("l") for name in os.listdir(directory))
+        os.close(directory)
+        user = find_user(plan["user"], lambda path: read_layered(root, count, path))
         step = "make the calls' user namespace"
         inner = inner_namespace(proc, user[0])
 
@@ -172,7 +175,7 @@ def enter_member(plan: Plan, sync: int, edge: int, calld: int) -> None:
     step = "exec"
     tell(b"ok")
     groups = b",".join(b"%d" % number for number in user[2])
-    argv = [b"calld", b"%d" % user[0], b"%d" % user[1], groups, user[3], user[4], b"%d" % len(plan["layers"])]
+    argv = [b"calld", b"%d" % user[0], b"%d" % user[1], groups, user[3], user[4], b"%d" % count]
     syscalls.execveat(calld, b"", argv, [], abi.AT_EMPTY_PATH)
 
 

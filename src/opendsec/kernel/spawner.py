@@ -392,23 +392,48 @@ def make_root(child: int, layers: list[int], plan: Message) -> tuple[int, int | 
 
 
 def make_base(child: int, layers: list[int], plan: Message) -> int:
-    """What a member's PID 1 has for a root, detached: the layers, apart from each other, and places to mount at. Nobody else sees it."""
+    """What a member's PID 1 has for a root, detached: places to mount at, and at l0, l1, … what calls' overlays lie on. Nobody else sees
+    it."""
     held: list[int] = []
     try:
         namespace = namespaces.open_namespace(child, "user")
         held.append(namespace)
+        below = []
+        for mount in layers:
+            below.append(mounts.idmapped_clone(mount, namespace))
+            held.append(below[-1])
+        if len(below) > 1:
+            below = merged(below, held)
         base = mounts.tmpfs(size_bytes=1 << 16, inodes=len(layers) + 64, mode=0o700, uid=plan["uid_base"], gid=plan["uid_base"])
         held.append(base)
-        places = [b"proc", b"dev", b"t", b"r", *(b"l%d" % number for number in range(len(layers)))]
-        for name in places:
-            held.append(make_owned(base, name, plan["uid_base"]))
-        for mount, place in zip(layers, held[-len(layers) :], strict=True):
-            held.append(mounts.idmapped_clone(mount, namespace))
-            mounts.attach(held[-1], place)
+        for name in (b"proc", b"dev", b"t", b"r"):
+            os.close(make_owned(base, name, plan["uid_base"]))
+        for number, mount in enumerate(below):
+            held.append(make_owned(base, b"l%d" % number, plan["uid_base"]))
+            mounts.attach(mount, held[-1])
         held.remove(base)
         return base
     finally:
         close_all(*held)
+
+
+def merged(layers: list[int], held: list[int]) -> list[int]:
+    """The layers as one, read-only. An overlay that a member makes heeds only marks (of opaque directories, of renamed ones) that anybody
+    could set; this one heeds those that only the host's root could, and which layers have. Where file systems may not be stacked so high
+    (a kernel that counts a file below EROFS as one) the layers stay apart."""
+    one = mounts.overlay(layers[::-1], None, None)
+    held.append(one)
+    probe = mounts.tmpfs(size_bytes=1 << 16, inodes=16)
+    held.append(probe)
+    upper, work = make_owned(probe, b"u", 0), make_owned(probe, b"w", 0)
+    held += (upper, work)
+    try:
+        held.append(mounts.overlay([one], upper, work))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return layers
+    return [one]
 
 
 def be_owner(uid: int) -> None:

@@ -8,10 +8,12 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from opendsec.api.errors import Internal, SandboxLost, Unavailable
+from opendsec.api.errors import Internal, SandboxLost
+from opendsec.images.layers import LayerRef
 from opendsec.kernel import procfs
 from tests.boxes import until
 from tests.fnmembers import Calls, FnNode
@@ -118,24 +120,20 @@ def test_the_interpreter_is_killed_during_a_call(fn_node: FnNode) -> None:
         assert "ended" in fn_node.wait(asyncio.shield(calls.member.died))
 
 
-def test_the_spawner_is_killed(fn_node: FnNode) -> None:
+def test_the_spawner_is_killed(tmp_path: Path, base_layers: tuple[LayerRef, ...]) -> None:
     """Members that there are live on; the next one gets a new spawner."""
-    with fn_node.member() as calls:
-        os.kill(fn_node.wait(fn_node.containers.spawner()).pid, signal.SIGKILL)
-        calls.check()
-
-        async def again() -> None:
-            for _ in range(100):
-                try:
-                    member = await fn_node.backend.create(fn_node.plan())
-                except Unavailable:
-                    continue
-                await member.destroy()
-                return
-            raise AssertionError("no member can be made")
-
-        fn_node.wait(again())
-        calls.check()
+    node = FnNode(tmp_path, base_layers)
+    try:
+        with node.member() as calls:
+            old = node.wait(node.containers.spawner())
+            os.kill(old.pid, signal.SIGKILL)
+            node.wait(asyncio.shield(old.died))
+            calls.check()
+            with node.member() as another:
+                another.check()
+            calls.check()
+    finally:
+        node.close()
 
 
 def test_a_creation_that_is_cancelled_leaves_nothing(fn_node: FnNode) -> None:
