@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from opendsec.api.exec import Command, ExecResult
+from opendsec.api.ids import EDGE, new_id
 from opendsec.api.spec import Container, CreateRequest
 from opendsec.edge import config
 from opendsec.edge.actions import Actions
@@ -41,6 +42,10 @@ class NodeEdge:
 
     def __init__(self, folder: Path, scratch_size: str, driver: str) -> None:
         self.folder, self.driver = folder, driver
+        known = folder / "edge_id"  # the same for an edge that comes after, in whatever process
+        if not known.exists():
+            known.write_text(new_id(EDGE))
+        self.edge_id = known.read_text()
         paths = [f"--state-dir={folder / 'state'}", f"--run-dir={folder / 'run'}"]
         flags = [*paths, f"--scratch-size={scratch_size}", f"--scratch-driver={driver}"]
         self.settings = config.load(flags, {})
@@ -52,10 +57,10 @@ class NodeEdge:
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         log, clock = NullLog(), SystemClock()
         self.journal = Journal(self.folder / "state/journal.db")
-        self.parts = await assemble(self.settings, "edge_0000000000000123", log)
+        self.parts = await assemble(self.settings, self.edge_id, log)
         events = EventSink(clock=clock.time, store=self.journal.add_events, schedule=lambda: None, last_seq=self.journal.last_event())
         self.node = Node(
-            edge_id="edge_0000000000000123",
+            edge_id=self.edge_id,
             journal=self.journal,
             actions=Actions(self.journal, self.folder / "state/results", clock.time, log),
             backends=self.parts.backends,
