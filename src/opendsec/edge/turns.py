@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from opendsec.api.exec import ExecResult
+from opendsec.api.fn import FnResult
 
 LARGE_BYTES = 256 << 10  # less than this is not worth a turn
 T = TypeVar("T")
@@ -37,7 +38,9 @@ class Turns:
 
 
 def size_of(result: object) -> int:
-    """How much of it is output; 0 for anything but the result of a command."""
+    """How much of it is output; 0 for anything but the result of a command or a call."""
+    if isinstance(result, FnResult):
+        return len(result.stdout.data) + len(result.stderr.data) + sum(map(len, result.files.values()))
     if not isinstance(result, ExecResult):
         return 0
     return sum(len(kept.head) + len(kept.tail) for kept in (result.stdout, result.stderr))

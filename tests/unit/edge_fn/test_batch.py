@@ -164,6 +164,27 @@ async def test_a_client_that_goes_away_with_megabytes_unread_is_noticed(world: W
     await stream.close()
 
 
+async def test_large_inputs_and_results_make_the_window_smaller(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "OPEN_BYTES", 100_000)
+    stream = await Stream.open(world, {"call": {"source": "pass"}, "window": 8})
+    stream.send(*({"index": index, "stdin": "A" * 60_000} for index in range(8)))
+    stream.finish()
+    await world.members.until(lambda: len(world.members.open) == 2)
+    (pool,) = world.pools.implicit.values()
+    for left in range(7, -1, -1):
+        assert pool.machine.busy + pool.machine.waiting <= 2
+        await world.members.until(lambda: bool(world.members.running))
+        world.members.end()
+        await world.members.until(lambda left=left: len(world.members.jobs) >= min(8, 10 - left))  # type: ignore[misc]
+    await stream.close()
+    monkeypatch.setattr(batch, "RESULTS_BYTES", 5 << 20)
+    stream = await Stream.open(world, {"call": {"source": "pass", "limits": {"output_bytes": 1 << 20}}, "window": 100})
+    stream.send(*({"index": index} for index in range(20)))
+    await world.members.until(lambda: len(world.members.open) == 4)
+    assert pool.machine.busy + pool.machine.waiting == 4, "as few as may be"
+    await stream.close()
+
+
 async def test_an_edge_that_stops_ends_the_batch_with_an_error(world: World) -> None:
     stream = await Stream.open(world, {"call": {"source": "pass"}, "window": 4})
     await stream.head()

@@ -4,8 +4,9 @@
     first line   a MapRequest             each further line   an FnInput
     answer       an FnResult a line, in the order in which calls end
 
-Back-pressure. At most `window` calls are read and not yet answered: further lines stay in the socket until results have been written,
-and results are written as fast as the client reads. Lines that are ready at the same turn of the event loop go out as one write.
+Back-pressure. At most `window` calls (fewer if their inputs or results are very large) are read and not yet answered: further lines
+stay in the socket until results have been written, and results are written as fast as the client reads. Lines that are ready at the
+same turn of the event loop go out as one write.
 
 A line that is no FnInput ends the batch with an error line; an item that breaks a rule has a result that says so (`denied`). A client that
 goes away ends the batch: its waiting calls are dropped, its running ones killed.
@@ -21,7 +22,7 @@ import msgspec
 from opendsec.api import wire
 from opendsec.api.errors import InvalidRequest, OpenDSecError
 from opendsec.api.fn import FnCall, FnInput, FnResult, MapRequest
-from opendsec.api.fn_check import check_input, check_map
+from opendsec.api.fn_check import Bounds, check_input, check_map
 from opendsec.edge.fn import outcome
 from opendsec.edge.fn.calls import Calls, Target, compile_bounds
 from opendsec.edge.fn.compiled import Compiler, refused
@@ -33,9 +34,18 @@ TURN = 64  # lines taken before others get a turn of the event loop
 AHEAD_BYTES = 1 << 20  # of lines that are read before there is room for their calls
 MOST_AHEAD_BYTES = 64 << 20
 PATIENCE_S = 1.0
+OPEN_BYTES = 256 << 20  # of lines whose calls have not ended: beyond that none is taken
+RESULTS_BYTES = 2 << 30  # that the results of one window may have
+FILES_BYTES = 64 << 20  # that come back of one call
+
 
 _decoder = msgspec.json.Decoder(FnInput)
 _encoder = msgspec.json.Encoder()
+
+
+def _most_open(call: FnCall, bounds: Bounds) -> int:
+    """How many calls may be open so that their results find room, however slowly they are read."""
+    return max(4, RESULTS_BYTES // (2 * bounds.output_bytes + (FILES_BYTES if call.outputs else 0) + 4096))
 
 
 class LineBuffer:
@@ -90,6 +100,7 @@ class Batch:
         self._artifacts: dict[str, bytes] | None = None
         self._window = 1
         self._open = 0  # taken and not yet answered
+        self._bytes = 0  # of the lines of those that have not ended
         self._taken = 0
         self._out: list[bytes] = []
         self._running: set[Call] = set()
@@ -111,7 +122,7 @@ class Batch:
                 self._lines.end()
         request = wire.decode(head, MapRequest)
         bounds = check_map(request)
-        self._call, self._window = request.call, request.window
+        self._call, self._window = request.call, min(request.window, _most_open(request.call, bounds))
         target = self._target = self._calls.target_for(request.call, bounds)
         if target.compiled and request.call.source is not None:
             await self._compile_common(target, request.call)
@@ -128,12 +139,12 @@ class Batch:
         fetching = asyncio.ensure_future(self._fetch())
         try:
             while self._open or not (self._problem or self._lines.exhausted):
+                if isinstance(self._problem, Disconnected):  # perhaps since the last look: while something was written
+                    raise self._problem
                 if not self._out:
                     self._wake.clear()
                     await self._wake.wait()
-                if isinstance(self._problem, Disconnected):
-                    raise self._problem
-                if self._out:
+                else:
                     lines, self._out = self._out, []
                     yield b"".join(lines)  # back when it is written, which the client's reading decides
                     self._open -= len(lines)
@@ -196,7 +207,8 @@ class Batch:
         self._pumping = None
         try:
             for _ in range(min(TURN, self._window - self._open)):
-                line = None if self._problem is not None else self._lines.next()
+                full = self._problem is not None or self._bytes > OPEN_BYTES
+                line = None if full else self._lines.next()
                 if line is None:
                     break
                 self._taken += 1
@@ -225,19 +237,27 @@ class Batch:
             if call.function is None and call.source is None and item.source is None and call.argv is None and item.argv is None:
                 raise InvalidRequest("neither the batch nor the item names what to run", field="source")
             if target.compiled and (self._artifacts is None or item.source is not None or item.files):
+                self._bytes += len(line)
                 task = asyncio.ensure_future(self._compile_and_run(target, item))
                 self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                task.add_done_callback(lambda task: self._compiled_and_ran(task, len(line)))
                 return
             job = self._calls.job(self._call, target, item, artifacts=self._artifacts)
         except OpenDSecError as error:
             return self._write(outcome.failed(error, item.index))
         submitted = Call(job, target.bounds, caller=id(self), tenant=target.tenant, fresh=target.fresh, done=self._done, index=item.index)
+        submitted.size = len(line)
+        self._bytes += len(line)
         self._running.add(submitted)
         target.pool.submit(submitted)
 
+    def _compiled_and_ran(self, task: asyncio.Task[None], size: int) -> None:
+        self._tasks.discard(task)
+        self._bytes -= size
+
     def _done(self, call: Call, result: FnResult | OpenDSecError) -> None:
         self._running.discard(call)
+        self._bytes -= call.size
         self._write(result if isinstance(result, FnResult) else outcome.failed(result, call.index))
 
     async def _compile_and_run(self, target: Target, item: FnInput) -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs compiled once: results of compilers by the content of all that went in, in memory and in files.
 
-What goes in: the source, the files beside it, the language's definition, the digests of the image's layers, the limits. Only what will be
+What goes in: the source, the files beside it, the language's definition, the digests of the image's layers, the limits, and whether the
+member that compiles may have served others. Only what will be
 the same again is kept: a success, and a refusal by the compiler itself; never what a limit or the machine did. Requests for the same
 program wait for the one that compiles it.
 
@@ -170,7 +171,9 @@ class _Stored(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _key(place: Target, source: str, files: Mapping[str, bytes], layers: tuple[str, ...]) -> str:
-    digest = hashlib.sha256(msgspec.json.encode((place.language, layers, place.bounds, place.pool.spec.user)))
+    # Who wants members that served nobody wants no program from one that did.
+    alone = place.fresh or place.pool.spec.reuse == "never"
+    digest = hashlib.sha256(msgspec.json.encode((place.language, layers, place.bounds, place.pool.spec.user, alone)))
     for name, data in sorted([("", encode_source(source)), *files.items()]):
         digest.update(b"%d:%d:" % (len(name.encode()), len(data)) + name.encode() + data)
     return digest.hexdigest()

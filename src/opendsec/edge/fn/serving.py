@@ -49,7 +49,22 @@ Done = Callable[["Call", "FnResult | OpenDSecError"], None]
 class Call:
     """One call from its submission to its end, which `done` hears."""
 
-    __slots__ = ("again", "bounds", "caller", "cancelled", "cold", "done", "fresh", "holder", "index", "job", "number", "once", "tenant")
+    __slots__ = (
+        "again",
+        "bounds",
+        "caller",
+        "cancelled",
+        "cold",
+        "done",
+        "fresh",
+        "holder",
+        "index",
+        "job",
+        "number",
+        "once",
+        "size",
+        "tenant",
+    )
 
     def __init__(
         self, job: Job, bounds: Bounds, *, caller: Hashable, tenant: str, fresh: bool, done: Done, index: int = 0, once: bool = False
@@ -58,7 +73,7 @@ class Call:
         self.once = once  # it must not run twice, whatever happens to its member
         self.again = False  # it has been tried on another member
         self.cancelled = self.cold = False
-        self.number = 0
+        self.number = self.size = 0
         self.holder: Holder | None = None
 
 
