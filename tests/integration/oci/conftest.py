@@ -22,6 +22,20 @@ def store(tmp_path: Path) -> ImageStore:
     return made
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A directory with room for 2 MiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    fd = mounts.tmpfs(2 << 20, 1000)
+    try:
+        mounts.attach(fd, abi.AT_FDCWD, place)
+    finally:
+        os.close(fd)
+    yield place
+    syscalls.umount2(place, 0)
+
+
 @contextlib.contextmanager
 def mounted(store: ImageStore, image: str, at: Path, layers: Sequence[str] = ()) -> Iterator[Path]:
     """An image as a sandbox sees it: EROFS layers under an overlay, on the real kernel."""

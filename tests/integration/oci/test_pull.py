@@ -23,7 +23,7 @@ from opendsec.images.store import ImageStore
 from tests.integration.oci.conftest import mounted
 from tests.integration.oci.corpus import BASE
 from tests.integration.oci.trees import look
-from tests.oci_layouts import HERE, Image, Layout, archive, docker_archive, entry, folder, layout, packed, sha256
+from tests.oci_layouts import HERE, Image, Layout, archive, docker_archive, entry, folder, layout, packed, sha256, symlink
 
 pytestmark = pytest.mark.slow
 
@@ -191,6 +191,23 @@ async def test_on_layers_whose_content_is_elsewhere(store: ImageStore, tmp_path:
     assert there is not None and (there.mode, there.uid) == (0o1770, 9)
     assert absent is None
     (tmp_path / "kept").rename(data)
+
+
+async def test_links_below_do_not_lead_to_the_host(store: ImageStore, tmp_path: Path) -> None:
+    (tmp_path / "host").mkdir(mode=0o711)
+    lower = archive(symlink("out", str(tmp_path)), symlink("up", "../" * 20 + str(tmp_path)))
+    layout(tmp_path / "layout", lower, archive(entry("out/host/x", NOISE), entry("up/host/y")))
+    layers = (await get(store, f"oci:{tmp_path}/layout")).layers
+    with Lowers([store.directory(layers[0])], tmp_path) as lowers:
+        paths = (b"out/host", b"up/host", b"../../etc", os.fsencode(tmp_path), b"out")
+        answers = lowers.answers([Question(path, True) for path in paths])
+    assert answers[:4] == [None] * 4
+    assert answers[4] is not None and answers[4].link == os.fsencode(tmp_path).lstrip(b"/")
+    with mounted(store, "image", tmp_path / "at") as root:
+        inside = root / tmp_path.relative_to("/") / "host"
+        assert {path.name for path in inside.iterdir()} == {"x", "y"}
+        assert inside.stat().st_mode & 0o777 == 0o755
+    assert list((tmp_path / "host").iterdir()) == []
 
 
 async def test_docker_archives_that_lie(store: ImageStore, tmp_path: Path) -> None:
@@ -422,27 +439,15 @@ async def test_the_same_image_twice_at_once(store: ImageStore, tmp_path: Path) -
         store.verify(digest)
 
 
-async def test_a_full_disk(tmp_path: Path) -> None:
-    from opendsec.kernel import abi, mounts, syscalls
-
-    small = tmp_path / "small"
-    small.mkdir()
-    fd = mounts.tmpfs(2 << 20, 1000)
-    try:
-        mounts.attach(fd, abi.AT_FDCWD, small)
-    finally:
-        os.close(fd)
-    try:
-        store = ImageStore(small / "store")
-        store.prepare()
-        layout(tmp_path / "layout", archive(entry("a", NOISE), entry("b", NOISE[::-1])))
-        with pytest.raises(Unavailable, match="no space left"):
-            await get(store, f"oci:{tmp_path}/layout")
-        assert clean(store)
-        layout(tmp_path / "fits", BASE)
-        await get(store, f"oci:{tmp_path}/fits")
-    finally:
-        syscalls.umount2(small, 0)
+async def test_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
+    store = ImageStore(small_disk / "store")
+    store.prepare()
+    layout(tmp_path / "layout", archive(entry("a", NOISE), entry("b", NOISE[::-1])))
+    with pytest.raises(Unavailable, match="no space left"):
+        await get(store, f"oci:{tmp_path}/layout")
+    assert clean(store)
+    layout(tmp_path / "fits", BASE)
+    await get(store, f"oci:{tmp_path}/fits")
 
 
 async def test_layers_verify_and_show_nothing_of_the_host(store: ImageStore, tmp_path: Path) -> None:

@@ -145,6 +145,16 @@ async def test_no_credentials_on_a_command_line(store: ImageStore, proxy: Proxy,
         await task
 
 
+async def test_a_full_disk(small_disk: Path, proxy: Proxy, repository: str) -> None:
+    """Told at once: nothing is fetched again for it."""
+    store = ImageStore(small_disk / "store")
+    store.prepare()
+    with pytest.raises(Unavailable, match="no space left"):
+        await get(store, f"docker://{proxy.address}/{repository}")
+    assert not list((store.root / "tmp").iterdir())
+    assert len(proxy.blobs()) <= 4
+
+
 async def test_killed(store: ImageStore, proxy: Proxy, repository: str) -> None:
     """All that a pull started ends with the process that asked for it, however that ends; the next one to come clears up."""
     proxy.faults.append(Fault("stall"))

@@ -7,6 +7,7 @@ Our own layers, mounted read-only for the purpose in no mount namespace at all; 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Sequence
@@ -14,9 +15,10 @@ from pathlib import Path
 
 from opendsec.images.layers import DATA, META
 from opendsec.images.oci.nodes import Below, Question
-from opendsec.kernel import mounts, procfs
+from opendsec.kernel import abi, mounts, procfs, syscalls
 
 _MAX_LINKS = 255
+_RESOLVE = abi.RESOLVE_BENEATH | abi.RESOLVE_NO_SYMLINKS
 
 
 class Lowers:
@@ -47,24 +49,31 @@ class Lowers:
         return self._root
 
     def _answer(self, question: Question) -> Below | None:
+        # No link on the way is followed: one that is absolute would lead to the host's files. (Where a link stands in the way, the child
+        # asks about that as well, and then about where it leads.)
         try:
-            status = os.stat(question.path or b".", dir_fd=self.root, follow_symlinks=False)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        if stat.S_ISLNK(status.st_mode):
-            link = self._resolved(question.path)
-            return None if link is None else Below(link=link)
-        if not stat.S_ISDIR(status.st_mode):
-            return None
-        if not question.attributes:
-            return Below()
-        path = os.fsencode(procfs.fd_path(self.root)) + b"/" + question.path
-        xattrs = tuple(
-            (os.fsencode(name), os.getxattr(path, name, follow_symlinks=False))
-            for name in sorted(os.listxattr(path, follow_symlinks=False))
-            if name.startswith("user.")
-        )
-        return Below(mode=stat.S_IMODE(status.st_mode), uid=status.st_uid, gid=status.st_gid, mtime_ns=status.st_mtime_ns, xattrs=xattrs)
+            fd = syscalls.openat2(self.root, question.path or b".", os.O_PATH | os.O_NOFOLLOW, resolve=_RESOLVE)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ENAMETOOLONG):
+                return None
+            raise
+        try:
+            status = os.fstat(fd)
+            if stat.S_ISLNK(status.st_mode):
+                link = self._resolved(question.path)
+                return None if link is None else Below(link=link)
+            if not stat.S_ISDIR(status.st_mode):
+                return None
+            if not question.attributes:
+                return Below()
+            path = procfs.fd_path(fd)
+            names = sorted(name for name in os.listxattr(path) if name.startswith("user."))
+            xattrs = tuple((os.fsencode(name), os.getxattr(path, name)) for name in names)
+            return Below(
+                mode=stat.S_IMODE(status.st_mode), uid=status.st_uid, gid=status.st_gid, mtime_ns=status.st_mtime_ns, xattrs=xattrs
+            )
+        finally:
+            os.close(fd)
 
     def _resolved(self, path: bytes) -> bytes | None:
         """Where a path leads, links followed within the root; what does not exist stays as it is. None: round in a circle."""
