@@ -280,7 +280,7 @@ class Loader:
                     self._on_event(Event(event="load.lost", digest=digest, message="nobody watched its readers for a while"))
             self._pid = connection.hello.pid
             self._writer = writer
-            writer.write(encode(Call(id=0, op="attach")))
+            writer.write(encode(Call(id=0, op="attach", limit_bytes=self.settings.limit_bytes)))
             self._reading = asyncio.ensure_future(self._read(reader, writer))
             return writer
 

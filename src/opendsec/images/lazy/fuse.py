@@ -21,7 +21,7 @@ from collections.abc import Callable
 from opendsec.images.lazy.board import MAX_ASKED, Board
 from opendsec.images.lazy.cache import CachedLayer
 from opendsec.images.lazy.engine import Engine
-from opendsec.images.lazy.watch import READ_AHEAD
+from opendsec.images.lazy.watch import READ_AHEAD, or_end
 from opendsec.kernel import fuse, procfs
 from opendsec.kernel.fuse import Request
 
@@ -65,7 +65,7 @@ class FuseFiles:
             self._board.keep(self._device)
             self._board.keep(self._mount)
             self._board.set("fuse", self._device | self._mount << 16)
-        threading.Thread(target=self._run, name="fuse", daemon=True).start()
+        threading.Thread(target=or_end, args=[self._run], name="fuse", daemon=True).start()
 
     def _run(self) -> None:
         poll = select.poll()
@@ -74,8 +74,10 @@ class FuseFiles:
             poll.poll()
             try:
                 used = fuse.receive(self._device, self._board.before_read())
-            except OSError:
-                return  # ENODEV: unmounted, by whomever
+            except OSError as error:
+                if error.errno == errno.ENODEV:
+                    return  # unmounted, by whomever
+                raise
             if used:
                 self._board.received(used)
                 self._handle(Request(self._board.raw))

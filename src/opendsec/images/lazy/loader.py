@@ -13,8 +13,10 @@ import errno
 import itertools
 import os
 import socket
+import sys
 import threading
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -143,6 +145,7 @@ class Loader:
         self.view_engine = Engine(ViewFetcher(self.engine, self._pool), parallel=job.parallel)
         self.watch: Watch | None = None
         self.fuse: FuseFiles | None = None
+        self.limit_bytes = job.limit_bytes  # the last edge's word
         self.lost: tuple[str, ...] = ()
         self.server = Server(self, socket.socket(fileno=os.dup(family.listener)))
         self._inherited = inherited
@@ -224,8 +227,8 @@ class Loader:
         for view in list(self.registry.views.values()):
             if view.trace is None and not view.in_use():
                 self.registry.close(view, remove=True)
-        if self.job.limit_bytes:
-            evict.trim(self.registry, self.job.limit_bytes, quiet_s=self.job.quiet_s)
+        if self.limit_bytes:
+            evict.trim(self.registry, self.limit_bytes, quiet_s=self.job.quiet_s)
         return any(layer.in_use() for layer in self.registry.all() if layer.marked or self.fuse is not None)
 
     async def _make_room(self, need_bytes: int) -> None:
@@ -288,7 +291,18 @@ def _whole(layer: CachedLayer) -> bool:
     return all(layer.confirm(index) for index in range(layer.table.count))
 
 
+def _give_up(loop: asyncio.AbstractEventLoop, context: Mapping[str, object]) -> None:
+    error = context.get("exception")
+    print(f"the loader gives up: {context.get('message')}", file=sys.stderr)
+    if isinstance(error, BaseException):
+        traceback.print_exception(error)
+    sys.stderr.flush()
+    os._exit(1)
+
+
 async def _main(family: Family, inherited: dict[Key, int]) -> int:
+    # A mistake of ours must not leave a reader waiting for ever: a successor comes to those who wait.
+    asyncio.get_running_loop().set_exception_handler(_give_up)
     loader = Loader(family, inherited)
     await loader.start()
     await loader.serve()

@@ -37,6 +37,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     trace: str = ""  # of trace_start and trace_stop: a name; of warm: "yes" = what the trace says only
     keep: bool = False  # of trace_stop: keep it with the layer
     force: bool = False
+    limit_bytes: int = -1  # of attach: what this edge's settings say of the cache's size
 
 
 class LayerStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -108,6 +108,8 @@ class Server:
         loader = self._loader
         if call.op == "attach":
             peer.attached = True
+            if call.limit_bytes >= 0:
+                loader.limit_bytes = call.limit_bytes
             return Reply(id=call.id)
         if call.op == "ensure":
             return self._mountable(call, await loader.ensure(call.digest))
@@ -173,7 +175,7 @@ class Server:
                 for layer in loader.registry.layers.values()
             ),
             local_bytes=loader.registry.local_bytes(),
-            limit_bytes=loader.job.limit_bytes,
+            limit_bytes=loader.limit_bytes,
             fetched_bytes=loader.fetcher.fetched_bytes,
             copied_bytes=loader.fetcher.copied_bytes,
             requests=loader.fetcher.requests,

@@ -12,7 +12,9 @@ import contextlib
 import errno
 import os
 import select
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 
 from opendsec.images.lazy.board import Board
@@ -25,6 +27,16 @@ READ_AHEAD = -1  # its place among what is prefetched: before traces and warming
 Find = Callable[[tuple[int, int]], CachedLayer | None]
 
 
+def or_end(run: Callable[[], None]) -> None:
+    """Run a thread without which readers would wait for ever: if it fails, the process ends, and a successor comes to them."""
+    try:
+        run()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
 class Watch:
     def __init__(self, group: Group, board: Board, find: Find, engine: Callable[[CachedLayer], Engine]) -> None:
         """`find`: the layer of a (device, inode); called in the thread, as is nothing else of what is given."""
@@ -33,7 +45,7 @@ class Watch:
         self._loop = asyncio.get_running_loop()
         self.own: set[int] = set()  # threads of ours: what they do to a data file asks like anybody's, but nobody else would answer
         self._stopping, self._stop = os.pipe2(os.O_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread = threading.Thread(target=or_end, args=[self._run], name="watch", daemon=True)
         self.events = self.misses = 0
 
     def start(self) -> None:
