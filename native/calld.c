@@ -522,7 +522,7 @@ static void dispatch(int *stdio, int value_fd, const u8 *payload, u32 len)
 
 static void watch(void)
 {
-	u64 next_look = 0;
+	u64 next_look = call.started_us + call.job.cpu_us / member.cores; /* before that it cannot have used so much */
 	while (!call.over && !call.killed) {
 		u64 now = now_us(), wall = now - call.started_us;
 		if (wall >= call.job.wall_us) {
@@ -586,8 +586,6 @@ static void run(const u8 *body, u32 len, int body_fd)
 		goto done;
 	SYS3(write, MEMORY_PEAK, "0", 1);
 	memory_before = reading(MEMORY, "");
-	oom_kills_before = reading(OOM_KILLS, "oom_kill");
-	pids_denied_before = reading(PIDS_DENIED, "max");
 	stdio[0] = make_stdin(input, job->stdin_len);
 	for (int i = 0; i < 2; i++) {
 		SYS2(pipe2, far[i], O_CLOEXEC);
@@ -685,10 +683,13 @@ static void run(const u8 *body, u32 len, int body_fd)
 	}
 	u64 peak = reading(MEMORY_PEAK, "");
 	call.ended.peak = peak > memory_before ? peak - memory_before : 0;
-	if (reading(OOM_KILLS, "oom_kill") > oom_kills_before)
+	u64 oom_kills = reading(OOM_KILLS, "oom_kill"), pids_denied = reading(PIDS_DENIED, "max");
+	if (oom_kills > oom_kills_before)
 		call.ended.flags |= OOM;
-	if (reading(PIDS_DENIED, "max") > pids_denied_before)
+	if (pids_denied > pids_denied_before)
 		call.ended.flags |= PIDS;
+	oom_kills_before = oom_kills; /* between calls nothing runs that could add to them */
+	pids_denied_before = pids_denied;
 done:;
 	u8 *files = 0, *value = 0;
 	if (call.ended.files_len) {
@@ -926,6 +927,8 @@ static void read_setup(void)
 		fail(why, (const u8 *)"", 0);
 	}
 	env.told = 0;
+	oom_kills_before = reading(OOM_KILLS, "oom_kill");
+	pids_denied_before = reading(PIDS_DENIED, "max");
 	tell_edge(READY, 0, 0);
 }
 
