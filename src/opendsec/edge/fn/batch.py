@@ -75,6 +75,11 @@ class LineBuffer:
         self.size += 1  # as if it had ended with a newline
 
     @property
+    def waiting(self) -> bool:
+        """Whether a whole line is here; without one, reading on is all that helps."""
+        return bool(self._lines)
+
+    @property
     def exhausted(self) -> bool:
         return self.ended and not self._lines
 
@@ -176,7 +181,7 @@ class Batch:
                 async for chunk in self._chunks:
                     self._lines.feed(chunk)
                     self._pump()
-                    if self._lines.size > AHEAD_BYTES:
+                    if self._lines.size > AHEAD_BYTES and self._lines.waiting:
                         await self._wait_drained()
                 self._lines.end()
             self._pump()
