@@ -193,14 +193,15 @@ def read_line(line: bytes, kind: type[T]) -> T:
 class LineReader:
     """Chunks in, whole lines out; memory bounded by the longest line."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int | None = None) -> None:
         self._rest = bytearray()
+        self._most_bytes = MAX_LINE_BYTES if most_bytes is None else most_bytes
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
         if b"\n" not in chunk:
             self._rest += chunk
-            if len(self._rest) > MAX_LINE_BYTES:
-                raise Internal(f"the edge sent a line of more than {MAX_LINE_BYTES} bytes")
+            if len(self._rest) > self._most_bytes:
+                raise Internal(f"the edge sent a line of more than {self._most_bytes} bytes")
             return
         first, *lines, rest = chunk.split(b"\n")
         head = bytes(self._rest) + first

@@ -26,6 +26,7 @@ Input = FnInput | str | bytes | int | float | bool | None | Sequence[object] | d
 Inputs = Iterable[Input] | AsyncIterable[Input]
 
 AHEAD_BYTES = 32 << 20  # of items without a result; one larger item may be under way alone
+LINE_BYTES = 512 << 20  # of a result: both streams and all files at their largest, in base64
 WRITE_BYTES = 256 << 10  # per chunk of the request, if there are several items
 NDJSON = "application/x-ndjson"
 
@@ -209,7 +210,7 @@ async def run(link: Link, head: MapRequest, inputs: Inputs) -> AsyncGenerator[li
                 async with link.transport.stream(request) as answer:
                     if answer.status >= 400:
                         _core.read_nothing(answer.status, b"".join([chunk async for chunk in answer.chunks()]))
-                    reader = _core.LineReader()
+                    reader = _core.LineReader(LINE_BYTES)
                     async for chunk in answer.chunks():
                         results = [_core.read_line(one, fn.FnResult) for one in reader.feed(chunk)]
                         if results:

@@ -19,7 +19,7 @@ from opendsec.testing.contracts import client_fn as contract
 from opendsec.testing.fakes.edge import FakeEdge
 
 CALL = FnCall(argv=("cat",))
-SLOW = ("inputs_wait_for_the_reader", "limits_hold", "maps_over_texts")
+SLOW = ("maps_over_large_inputs", "inputs_wait_for_the_reader", "limits_hold", "maps_over_texts")
 
 
 @pytest.mark.parametrize("transport", ["unix", "httpx"])

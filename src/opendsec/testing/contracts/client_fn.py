@@ -228,6 +228,17 @@ async def maps_over_nothing(setup: Setup) -> None:
 
 
 @check
+async def maps_over_large_inputs(setup: Setup) -> None:
+    async with setup.client() as client:
+        size = 5 << 20
+        call = FnCall(argv=("cat",), image=setup.image, limits=FnLimits(output_bytes=2 * size))
+        async with asyncio.timeout(20):
+            results = await _all(client, call, [bytes([65 + number]) * size for number in range(4)], window=2)
+        assert [len(results[number].stdout_bytes) for number in range(4)] == [size] * 4
+        assert [results[number].stdout_bytes[-1] for number in range(4)] == [65, 66, 67, 68]
+
+
+@check
 async def inputs_wait_for_the_reader(setup: Setup) -> None:
     async with setup.client() as client:
         taken = 0
