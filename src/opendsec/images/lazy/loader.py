@@ -23,7 +23,7 @@ from typing import TypeVar
 
 import msgspec
 
-from opendsec.api.errors import Unavailable
+from opendsec.api.errors import OpenDSecError, Unavailable
 from opendsec.images.lazy import evict, trace
 from opendsec.images.lazy.board import Board
 from opendsec.images.lazy.cache import CachedLayer, Key
@@ -118,10 +118,14 @@ class ReloadingStores:
         except FileNotFoundError:
             return None
 
-    def get(self, name: str) -> RemoteStore:
+    def refresh(self) -> None:
+        """Blocking, 0.1 s the first time. Raises OpenDSecError."""
         if (stamp := self._look()) != self._stamp:
             self._stores = config.load(self._path)  # the old ones may be at work: they go with their last request
             self._stamp = stamp
+
+    def get(self, name: str) -> RemoteStore:
+        self.refresh()
         return self._stores.get(name)
 
 
@@ -133,8 +137,9 @@ class Loader:
         self._registry_pool = ThreadPoolExecutor(1, "registry", initializer=self._own_thread)
         self._own: set[int] = {threading.get_native_id()}
         self.registry = Registry(Path(job.root), family.group, family.board)
+        self._stores = ReloadingStores(Path(job.stores))
         self.fetcher = LayerFetcher(
-            ReloadingStores(Path(job.stores)),
+            self._stores,
             self._pool,
             self._tell,
             local=self.registry.index,
@@ -194,6 +199,9 @@ class Loader:
         for layer in suspects:
             self._patrol(layer)
         await self.server.start()
+        # Not when the first reader waits. What is wrong with the file is told to those who need a store.
+        with contextlib.suppress(OpenDSecError):
+            await self._pool_run(self._stores.refresh)
 
     async def _pool_run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
