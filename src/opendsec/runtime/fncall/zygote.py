@@ -30,6 +30,11 @@ def warm_up() -> str:
             importlib.import_module(name)
         except BaseException as error:
             fail(f"preload of {name!r} failed", error)
+    if "numpy" in sys.modules:
+        try:
+            importlib.import_module("numpy.random")  # numpy leaves that to its first use, which would be in each call
+        except ImportError:
+            pass
     if warmup:
         module = sys.modules["__warmup__"] = types.ModuleType("__warmup__")
         remember("<warmup>", warmup)
