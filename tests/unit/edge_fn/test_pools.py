@@ -11,6 +11,7 @@ import pytest
 from opendsec.api.errors import Conflict, NotFound, QuotaExceeded, Unavailable, Unsupported
 from opendsec.api.fn import FnCall, FnResult, JudgeTask, PoolSpec, Test
 from opendsec.api.images import ImageConfig
+from opendsec.edge.fn import pool
 from opendsec.edge.fn.devices import Accelerator
 from opendsec.edge.journal import Journal
 from opendsec.edge.tables import MemberRow
@@ -200,7 +201,9 @@ async def test_a_member_that_cannot_be_cleared_keeps_its_uids(world: World) -> N
         world.pools.node.uids.reserve(uid_base)
 
 
-async def test_starting_that_fails_is_retried_and_calls_learn_of_it(world: World) -> None:
+async def test_starting_that_fails_is_retried_and_calls_learn_of_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "BACKOFF_S", (0.01, 0.02))
+
     async def fail(plan: MemberPlan) -> None:
         raise Unavailable("no luck today")
 

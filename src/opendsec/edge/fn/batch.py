@@ -223,7 +223,7 @@ class Batch:
                     self._pumping = asyncio.get_running_loop().call_soon(self._pump)
         except Exception as error:
             self._fail(error)
-        if self._lines.size <= AHEAD_BYTES:
+        if self._lines.size <= AHEAD_BYTES or not self._lines.waiting:
             self._drained.set()
         if not self._open:
             self._wake.set()
