@@ -82,7 +82,9 @@ def project_processes() -> dict[str, str]:
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             key, what = _process(pid)
-            if re.search(r"dsec-(edge|spawner)|opendsec[./](edge|kernel)", what) or os.readlink(f"/proc/{pid}/exe").endswith("/dsec-init"):
+            if re.search(r"dsec-(edge|spawner)|opendsec[./](edge|kernel|images)", what) or os.readlink(f"/proc/{pid}/exe").endswith(
+                "/dsec-init"
+            ):
                 found[key] = what
         except OSError:
             continue  # gone, or a kernel thread
