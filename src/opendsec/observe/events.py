@@ -5,8 +5,8 @@ An emitter never waits. What is emitted lies in a pending list until `flush` giv
 loses events, never memory of ours, and is told how many.
 
 Kinds (dotted, append-only): `sandbox.created`, `sandbox.adopted`, `sandbox.create_failed`, `sandbox.stopped`, `sandbox.lost`,
-`sandbox.destroy_failed`, `pool.declared`, `pool.removed`, `pool.failing`, `pool.member_lost`, `exec.started`, `exec.ended`,
-`limit.<name>`, `edge.started`, `edge.draining`, `edge.stopped`, `events.lost`,
+`sandbox.destroy_failed`, `pool.declared`, `pool.removed`, `pool.failing`, `pool.member_lost`, `fn.denied`, `fn.platform_error`,
+`exec.started`, `exec.ended`, `limit.<name>`, `edge.started`, `edge.draining`, `edge.stopped`, `events.lost`,
 `image.pulled`, `image.pushed`, `image.traced`, `layer.fetch_failed`, `layer.damaged`, `layer.lost`, `loader.restarted`, `cache.full`,
 `trace.damaged` (docs/images.md).
 """

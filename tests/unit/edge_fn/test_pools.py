@@ -51,6 +51,14 @@ async def test_a_call_that_loses_two_members_is_a_platform_error(world: World) -
     result = await running
     assert result.outcome == "platform_error" and "it died" in result.message
     assert len(world.members.jobs) == 2
+    denied = call(world)
+    await world.members.until(lambda: bool(world.members.running))
+    world.members.end(Ended(signal=31, denied="mount"))
+    assert (await denied).outcome == "denied"
+    node = world.pools.node
+    node.flush()
+    kinds = [event.kind for event in node.journal.events() if event.kind.startswith(("fn.", "pool."))]
+    assert kinds == ["pool.declared", "pool.member_lost", "pool.member_lost", "fn.platform_error", "fn.denied"]
 
 
 async def test_a_call_with_an_action_id_never_runs_twice(world: World) -> None:

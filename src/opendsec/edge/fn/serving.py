@@ -185,6 +185,8 @@ class LivePool:
             holder.deadline, holder.current = 0.0, None
         if ended.not_started and not ended.caller_fault:
             return self._faulty(holder, call, ended.not_started, started=False)
+        if ended.denied:
+            self._pools.emit("fn.denied", pool=self.spec.name, member_id=holder.member_id, tenant=call.tenant, what=ended.denied)
         self._finish(call, outcome.result(ended, call.bounds, index=call.index, cold=call.cold))
         return ended.spoiled, False
 
@@ -201,6 +203,7 @@ class LivePool:
             return why, False
         if not call.again and not (started and call.once):
             return why, True
+        self._pools.emit("fn.platform_error", pool=self.spec.name, member_id=holder.member_id, tenant=call.tenant, message=why)
         self._finish(call, outcome.result(Ended(not_started=why), call.bounds, index=call.index, cold=call.cold))
         return why, False
 
