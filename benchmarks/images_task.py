@@ -23,7 +23,7 @@ from examples.demo import repos
 from opendsec.api.images import DirectorySource
 from tests.services import nginx_server
 
-PROJECTS = ("marshmallow", "sqlparse", "click")
+PROJECTS = ("marshmallow", "sqlparse")
 LATENCY_MS, RATE_MBIT = 20, 1000
 MIB = 1 << 20
 
