@@ -26,7 +26,7 @@ from opendsec.api.fn_check import Bounds, check_input, check_map
 from opendsec.edge.fn import outcome
 from opendsec.edge.fn.calls import Calls, Target, compile_bounds
 from opendsec.edge.fn.compiled import Compiler, refused
-from opendsec.edge.fn.serving import Call
+from opendsec.edge.fn.holding import Call
 from opendsec.edge.http import Disconnected, Request
 
 LINE_BYTES = wire.MAX_BODY_BYTES

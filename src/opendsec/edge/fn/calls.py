@@ -17,9 +17,10 @@ from opendsec.api.fn import FnCall, FnInput, FnLimits, FnResult, JudgeTask, Lang
 from opendsec.api.fn_check import Bounds, check_call, check_limits, memory_bytes
 from opendsec.api.units import format_bytes
 from opendsec.edge.fn import languages as definitions
+from opendsec.edge.fn.holding import Call, Done
 from opendsec.edge.fn.languages import Languages
 from opendsec.edge.fn.pools import Pools
-from opendsec.edge.fn.serving import Call, Done, LivePool
+from opendsec.edge.fn.serving import LivePool
 from opendsec.runtime.fncall.interface import File, Job, JobLimits
 
 PYTHON = "python3"  # kept warm in pools that nobody declared

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -27,13 +27,13 @@ from opendsec.api.errors import (
     Unsupported,
 )
 from opendsec.api.fn import FnResult, PoolInfo, PoolSpec
-from opendsec.api.fn_check import Bounds
 from opendsec.api.spec import Limits
 from opendsec.edge import admission
 from opendsec.edge.fn import devices, events, outcome
+from opendsec.edge.fn.holding import Call, Holder
 from opendsec.edge.fn.pool import Pool
 from opendsec.edge.tables import MemberRow
-from opendsec.runtime.fncall.interface import Ended, Job, Member, MemberPlan
+from opendsec.runtime.fncall.interface import Ended, Member, MemberPlan
 
 if TYPE_CHECKING:
     from opendsec.edge.fn.pools import Pools
@@ -42,53 +42,6 @@ GRACE_S = 15.0  # beyond a call's own wall time: whoever should have ended it by
 RETRY_S = (1.0, 60.0)  # between attempts to destroy a member
 MEMBER_PIDS = 4096  # of a member; each call has its own limit within
 MEMBER_FILES = 1024
-
-Done = Callable[["Call", "FnResult | OpenDSecError"], None]
-
-
-class Call:
-    """One call from its submission to its end, which `done` hears."""
-
-    __slots__ = (
-        "again",
-        "bounds",
-        "caller",
-        "cancelled",
-        "cold",
-        "done",
-        "fresh",
-        "holder",
-        "index",
-        "job",
-        "number",
-        "once",
-        "size",
-        "tenant",
-    )
-
-    def __init__(
-        self, job: Job, bounds: Bounds, *, caller: Hashable, tenant: str, fresh: bool, done: Done, index: int = 0, once: bool = False
-    ) -> None:
-        self.job, self.bounds, self.caller, self.tenant, self.fresh, self.done, self.index = job, bounds, caller, tenant, fresh, done, index
-        self.once = once  # it must not run twice, whatever happens to its member
-        self.again = False  # it has been tried on another member
-        self.cancelled = self.cold = False
-        self.number = self.size = 0
-        self.holder: Holder | None = None
-
-
-class Holder:
-    """A member and what it occupies."""
-
-    __slots__ = ("current", "deadline", "following", "lease", "member", "member_id", "number", "overdue", "task", "uid_base")
-
-    def __init__(self, number: int, member_id: str, uid_base: int, lease: devices.Lease | None) -> None:
-        self.number, self.member_id, self.uid_base, self.lease = number, member_id, uid_base, lease
-        self.member: Member | None = None
-        self.task: asyncio.Task[None] | None = None  # serving calls
-        self.current: Call | None = None  # in its hands
-        self.following: Call | None = None  # what it serves next
-        self.deadline, self.overdue = 0.0, False
 
 
 class LivePool:
