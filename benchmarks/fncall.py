@@ -178,7 +178,7 @@ async def numpy_use(client: od.Client, report: Report, rounds: int) -> None:
     report.distribution("fncall.numpy_call", whole)
     report.distribution("fncall.numpy_cold", cold)
     report.add("fncall.numpy.first_use", percentile(first, 0.5))
-    report.add("fncall.numpy.cold_import", percentile(cold, 0.5))
+    report.add("fncall.numpy.ratio", percentile(cold, 0.5) / percentile(first, 0.5))
 
 
 # --- HumanEval --------------------------------------------------------------------------------------------------------
