@@ -85,12 +85,18 @@ def during(calls: Calls, kind: str, look: Callable[[int], None]) -> None:
         source = "import time\nopen('/dev/shm/on', 'w')\ntime.sleep(1000)"
         task = asyncio.ensure_future(calls.member.call(calls.job(kind, source=source, argv=["sleep", "1000"])))  # type: ignore[arg-type]
         wanted = b"python3" if kind == "source" else b"sleep"
-        while True:
-            await asyncio.sleep(0)
-            fresh = [pid for pid in set(calls.member.group.procs()) - before if procfs.stat(pid).comm == wanted]
-            if fresh and procfs.stat(fresh[0]).state == "S" and procfs.fds(fresh[0]).keys() == {0, 1, 2}:
-                break
+
+        def asleep(pid: int) -> bool:
+            try:
+                stat = procfs.stat(pid)
+                return stat.comm == wanted and stat.state == "S" and procfs.fds(pid).keys() == {0, 1, 2}
+            except (FileNotFoundError, ProcessLookupError):
+                return False  # one that only joins the namespaces, and is gone
+
         try:
+            while not (fresh := [pid for pid in set(calls.member.group.procs()) - before if asleep(pid)]):
+                assert not task.done(), task.result()
+                await asyncio.sleep(0)
             look(fresh[0])
         finally:
             task.cancel()

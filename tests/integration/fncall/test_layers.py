@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls see the layers of an image as a container of it does, with all the marks that layers may have."""
 
-
 from __future__ import annotations
 
 import os
