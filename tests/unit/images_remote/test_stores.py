@@ -171,6 +171,43 @@ async def test_a_put_that_was_given_up_replaces_nothing(tmp_path: Path, monkeypa
     await store.close()
 
 
+async def test_no_link_leads_out_of_a_store(tmp_path: Path) -> None:
+    """Not where others of the same directory may write: what is read, written, listed, removed and cleared lies in it."""
+    outside, root = tmp_path / "outside", tmp_path / "store"
+    outside.mkdir(), root.mkdir()
+    (outside / "secret").write_bytes(b"secret")
+    os.utime(outside / "secret", (1, 1))
+    for name, target in {"file": outside / "secret", "up": "../outside", "folder": outside, ".tmp": outside}.items():
+        (root / name).symlink_to(target)
+    store = PosixStore("s", root, writable=True)
+    for key in ("file", "folder/secret", "up/secret"):
+        await refused("missing", store.get(key, limit=9))
+        assert not await store.exists(key)
+        await store.delete(key)
+    assert await keys(store, "folder") == await keys(store, "up") == []
+    await refused("unreachable", store.put("a", b"x"))
+    (root / ".tmp").unlink()
+    for key in ("folder/new", "up/new"):
+        with pytest.raises(StoreError):
+            await store.put(key, b"x")
+    assert [(path.name, path.read_bytes()) for path in outside.iterdir()] == [("secret", b"secret")]
+    (root / "real").mkdir()
+    (root / "inside").symlink_to("real")  # what stays in is nobody's harm
+    await store.put("inside/a", b"x")
+    assert await store.get("real/a", limit=9) == b"x"
+    await store.close()
+
+
+async def test_what_is_no_file_is_no_object(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    os.mkdir(tmp_path / "folder")
+    store = PosixStore("s", tmp_path)
+    for key in ("fifo", "folder"):
+        await refused("missing", store.get(key, limit=9))
+        await refused("missing", store.get_range(key, 0, 9))
+    await store.close()
+
+
 # --- threads -------------------------------------------------------------------------------------------------------
 
 

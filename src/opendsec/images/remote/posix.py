@@ -5,6 +5,7 @@
     <root>/.tmp/…       what is being put; each put clears what is older than a day, of machines that died
 
 A put writes, syncs and renames, which those file systems do atomically. A mount that hangs holds a thread, never the event loop.
+Others may write to such a directory: no link in it leads out of it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import errno
 import os
 import secrets
+import stat
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -21,12 +23,14 @@ from typing import TypeVar
 from opendsec.images.origins import is_key
 from opendsec.images.remote.store import Kind, StoreError, ignore
 from opendsec.images.remote.threads import Abandoned, Workers
+from opendsec.kernel import abi, fds
 
 T = TypeVar("T")
 
 _TEMPORARY = ".tmp"
 _STALE_S = 24 * 3600.0
 _BLOCK = 4 << 20
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 _KINDS: dict[int, tuple[Kind, str]] = {
     errno.ENOENT: ("missing", "there is no such object"),
@@ -90,13 +94,16 @@ class PosixStore:
 
     async def list(self, prefix: str) -> AsyncIterator[str]:
         def work(abandoned: Abandoned) -> list[str]:
-            found = []
-            for folder, _, files in os.walk(self._path(prefix)):
-                if abandoned.is_set():
-                    break
-                found += [str(Path(folder, file).relative_to(self._root)) for file in files]
-            if not found:
-                self._check_root(prefix)
+            found: list[str] = []
+            with self._root_fd(prefix) as root, contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                top = fds.beneath(root, self._key(prefix), _FOLDER)
+                try:
+                    for folder, _, files, _ in os.fwalk(".", dir_fd=top):
+                        if abandoned.is_set():
+                            break
+                        found += [os.path.normpath(os.path.join(prefix, folder, file)) for file in files]
+                finally:
+                    os.close(top)
             return found
 
         for key in await self._run(prefix, work):
@@ -108,10 +115,13 @@ class PosixStore:
             raise StoreError("denied", self.name, key, "it is not configured as writable")
 
         def work(abandoned: Abandoned) -> None:
-            try:
-                self._path(key).unlink()
-            except FileNotFoundError:
-                self._check_root(key)
+            folder, _, name = self._key(key).rpartition("/")
+            with self._root_fd(key) as root, contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                parent = fds.beneath(root, folder or ".", _FOLDER)
+                try:
+                    os.unlink(name, dir_fd=parent)
+                finally:
+                    os.close(parent)
 
         await self._run(key, work)
 
@@ -127,24 +137,30 @@ class PosixStore:
             kind, why = _KINDS.get(error.errno or 0, ("unreachable", os.strerror(error.errno or errno.EIO)))
         raise StoreError(kind, self.name, key, why)
 
-    def _path(self, key: str) -> Path:
+    def _key(self, key: str) -> str:
         if not is_key(key):
             raise StoreError("missing", self.name, "", "that is no key")
-        return self._root / key
+        return key
 
-    def _check_root(self, key: str) -> None:
+    @contextlib.contextmanager
+    def _root_fd(self, key: str) -> Iterator[int]:
         """A directory that is not there is a mount that failed, not a store without objects."""
-        if not self._root.is_dir():
-            raise StoreError("unreachable", self.name, key, "its directory is not there")
+        try:
+            fd = os.open(self._root, _FOLDER)
+        except (FileNotFoundError, NotADirectoryError):
+            raise StoreError("unreachable", self.name, key, "its directory is not there") from None
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     @contextlib.contextmanager
     def _opened(self, key: str) -> Iterator[int]:
+        with self._root_fd(key) as root:
+            fd = fds.beneath(root, self._key(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except FileNotFoundError:
-            self._check_root(key)
-            raise
-        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise StoreError("missing", self.name, key, "there is no such object")
             yield fd
         finally:
             os.close(fd)
@@ -160,37 +176,59 @@ class PosixStore:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _put(self, key: str, content: bytes | Path, progress: Callable[[int], None], abandoned: Abandoned) -> None:
-        target = self._path(key)
-        self._check_root(key)
-        temporary = self._root / _TEMPORARY
-        temporary.mkdir(mode=0o700, exist_ok=True)
-        self._clear(temporary)
-        staged = temporary / secrets.token_hex(16)
-        try:
-            with open(staged, "xb", buffering=0) as file:
-                if isinstance(content, bytes):
-                    _write(file.fileno(), content)
-                    progress(len(content))
-                else:
-                    _copy(content, file.fileno(), progress, abandoned)
-                os.fchmod(file.fileno(), 0o644)
-                os.fsync(file.fileno())
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if not abandoned.is_set():  # who gave up may have put something newer
-                os.rename(staged, target)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                staged.unlink()
-        _sync_up(target.parent, self._root)
+        with contextlib.ExitStack() as stack:
+            root = stack.enter_context(self._root_fd(key))
+            *folders, name = self._key(key).split("/")
+            temporary = _made(root, _TEMPORARY, 0o700, resolve=abi.RESOLVE_NO_SYMLINKS)
+            stack.callback(os.close, temporary)
+            self._clear(temporary)
+            staged = secrets.token_hex(16)
+            try:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+                with open(os.open(staged, flags, 0o600, dir_fd=temporary), "wb", buffering=0) as file:
+                    if isinstance(content, bytes):
+                        _write(file.fileno(), content)
+                        progress(len(content))
+                    else:
+                        _copy(content, file.fileno(), progress, abandoned)
+                    os.fchmod(file.fileno(), 0o644)
+                    os.fsync(file.fileno())
+                above = [root]
+                for depth in range(len(folders)):
+                    above.append(_made(root, "/".join(folders[: depth + 1])))
+                    stack.callback(os.close, above[-1])
+                if not abandoned.is_set():  # who gave up may have put something newer
+                    os.rename(staged, name, src_dir_fd=temporary, dst_dir_fd=above[-1])
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(staged, dir_fd=temporary)
+            for folder in reversed(above):
+                _sync(folder)
 
-    def _clear(self, temporary: Path) -> None:
+    def _clear(self, temporary: int) -> None:
         if self._cleared:
             return
         self._cleared = True
-        for entry in os.scandir(temporary):
+        for name in os.listdir(temporary):
             with contextlib.suppress(OSError):  # another machine clears too
-                if entry.stat(follow_symlinks=False).st_mtime < self._clock() - _STALE_S:
-                    os.unlink(entry.path)
+                if os.stat(name, dir_fd=temporary, follow_symlinks=False).st_mtime < self._clock() - _STALE_S:
+                    os.unlink(name, dir_fd=temporary)
+
+
+def _made(root: int, path: str, mode: int = 0o777, *, resolve: int = 0) -> int:
+    """A directory beneath `root`, made if its parent is there and it is not."""
+    try:
+        return fds.beneath(root, path, _FOLDER, resolve=resolve)
+    except FileNotFoundError:
+        pass
+    folder, _, name = path.rpartition("/")
+    parent = fds.beneath(root, folder or ".", _FOLDER, resolve=resolve)
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, mode, dir_fd=parent)
+    finally:
+        os.close(parent)
+    return fds.beneath(root, path, _FOLDER, resolve=resolve)
 
 
 def _write(fd: int, content: bytes | memoryview) -> None:
@@ -208,17 +246,10 @@ def _copy(source: Path, fd: int, progress: Callable[[int], None], abandoned: Aba
             progress(done)
 
 
-def _sync_up(folder: Path, root: Path) -> None:
+def _sync(folder: int) -> None:
     """Make a rename durable, and the directories that were made for it."""
-    while True:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):  # some network file systems sync no directories
-                raise
-        finally:
-            os.close(fd)
-        if folder == root:
-            return
-        folder = folder.parent
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):  # some network file systems sync no directories
+            raise
