@@ -35,7 +35,8 @@ async def layer_record_of(remote: RemoteStore, digest: str) -> LayerRecord:
         record = records.decode(data, layers.MAGIC, layers.VERSION, LayerRecord)
     except Damaged as error:
         raise StoreError("damaged", remote.name, key, f"the layer's record {error}") from None
-    sizes = chunks.is_chunk_bytes(record.chunk_bytes) and 0 < record.meta_bytes <= MAX_META_BYTES and record.data_bytes >= 0
+    sizes = chunks.is_chunk_bytes(record.chunk_bytes) and 0 < record.meta_bytes <= MAX_META_BYTES
+    sizes = sizes and 0 <= record.data_bytes <= chunks.MAX_CHUNKS * record.chunk_bytes
     if record.digest != digest or not record.chunks_sha256 or not sizes:
         raise StoreError("damaged", remote.name, key, "the layer's record is of another layer, or out of bounds")
     return record
