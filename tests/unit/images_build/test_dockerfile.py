@@ -13,7 +13,7 @@ from opendsec.images.dockerfile import plan as plans
 from opendsec.images.dockerfile.ignore import Ignore
 from opendsec.images.dockerfile.parse import parse
 from opendsec.images.dockerfile.plan import Copy, MakeDir, Planned, Run
-from opendsec.images.dockerfile.words import BadWord, one_word, split
+from opendsec.images.dockerfile.words import BadWord, Values, one_word, split
 
 
 def planned(text: str, args: dict[str, str] | None = None, base: ImageConfig | None = None, target: str = "") -> Planned:
@@ -113,7 +113,7 @@ def test_any_text_is_planned_or_refused(text: str) -> None:
 
 # --- words -----------------------------------------------------------------------------------------------------------
 
-VALUES = {"a": "A", "empty": "", "two": "x y"}
+VALUES = Values({"a": "A", "empty": "", "two": "x y"})
 
 
 @pytest.mark.parametrize(
@@ -148,6 +148,40 @@ def test_splitting() -> None:
     assert split("one 'two three' fo\"ur fi\"ve six\\ seven $two", VALUES) == ["one", "two three", "four five", "six seven", "x y"]
     with pytest.raises(BadWord):
         split("'open", VALUES)
+
+
+# --- what would take all memory, or for ever -------------------------------------------------------------------------
+
+
+def refused(text: str) -> str:
+    with pytest.raises(InvalidRequest) as caught:
+        dockerfile = plans.stages(parse(text), {})
+        for stage in dockerfile.stages:
+            plans.plan(stage, dockerfile, ImageConfig(), {})
+    assert caught.value.field == "source.dockerfile"
+    return caught.value.message
+
+
+@pytest.mark.parametrize("instruction", ["ENV", "ARG"])
+@pytest.mark.parametrize("first", ["FROM a\n", ""])
+def test_values_that_double(instruction: str, first: str) -> None:
+    if first or instruction == "ARG":
+        assert "more than 4194304 characters" in refused(f"{first}{instruction} A=x\n" + f"{instruction} A=$A$A${{A:-}}${{A:+$A}}\n" * 60)
+
+
+def test_words_of_one_instruction() -> None:
+    assert "more than 4194304 characters" in refused(f"FROM a\nENV A={'x' * 50_000}\nCOPY " + "$A " * 100 + "/to/\n")
+
+
+def test_instructions_and_stages_are_counted() -> None:
+    assert refused("FROM a\n" + "ENV A=x\n" * 2000) == "line 2001: more than 2000 instructions"
+    assert refused("FROM a AS s\n" * 65) == "has more than 64 stages"
+
+
+def test_json_that_is_no_command() -> None:
+    assert runs("FROM a\nRUN [" + "[" * 100_000)[0].argv[:2] == ("/bin/sh", "-c")
+    assert "not valid Unicode" in refused('FROM a\nRUN ["\\ud800"]')
+    assert "NUL" in refused('FROM a\nCMD ["a\\u0000b"]')
 
 
 # --- planning --------------------------------------------------------------------------------------------------------

@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from typing import NamedTuple, NoReturn
 
 from opendsec.api.errors import InvalidRequest
+from opendsec.images.dockerfile.words import BadWord
 
 MAX_BYTES = 1 << 20
+MAX_INSTRUCTIONS, MAX_STAGES = 2000, 64  # planning takes the square of the one; each stage may need all before it
 KNOWN = frozenset(("FROM", "RUN", "COPY", "ADD", "ENV", "ARG", "WORKDIR", "USER", "ENTRYPOINT", "CMD", "LABEL", "SHELL"))
 UNSUPPORTED = {
     "EXPOSE": "a sandbox has no ports to publish: remove the line",
@@ -88,6 +90,10 @@ def parse(text: str) -> list[Instruction]:
             joined += continued.sub("", line) if more else line
         instruction, position = _instruction(first + 1, joined.strip(), lines, position, escape)
         found.append(instruction)
+        if len(found) > MAX_INSTRUCTIONS:
+            refuse(first + 1, f"more than {MAX_INSTRUCTIONS} instructions")
+    if sum(instruction.name == "FROM" for instruction in found) > MAX_STAGES:
+        raise InvalidRequest(f"has more than {MAX_STAGES} stages", field="source.dockerfile")
     if not found:
         raise InvalidRequest("has no instructions", field="source.dockerfile")
     return found
@@ -174,6 +180,18 @@ def json_words(text: str) -> tuple[str, ...] | None:
         return None
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return tuple(value) if isinstance(value, list) and all(isinstance(word, str) for word in value) else None
+    if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+        return None
+    if any("\0" in word or not _encodable(word) for word in value):
+        raise BadWord("a word holds a NUL character, or is not valid Unicode text")
+    return tuple(value)
+
+
+def _encodable(word: str) -> bool:
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -22,7 +22,7 @@ import msgspec
 from opendsec.api.errors import InvalidRequest
 from opendsec.api.images import ImageConfig
 from opendsec.images.dockerfile.parse import Instruction, json_words, refuse
-from opendsec.images.dockerfile.words import BadWord, one_word, raw_words, split
+from opendsec.images.dockerfile.words import BadWord, Values, one_word, raw_words, split
 
 SHELL = ("/bin/sh", "-c")
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -89,7 +89,7 @@ class Planned(NamedTuple):
 
 def stages(instructions: Sequence[Instruction], given: Mapping[str, str]) -> Dockerfile:
     """Cut at each FROM. `given`: the request's build arguments. Raises InvalidRequest with the line."""
-    arguments: dict[str, str] = {}
+    arguments = Values()
     found: list[Stage] = []
     current: list[Instruction] = []
     head: tuple[int, str, str, int | None] | None = None
@@ -123,7 +123,7 @@ def stages(instructions: Sequence[Instruction], given: Mapping[str, str]) -> Doc
     return Dockerfile(tuple(found), arguments, tuple(f"the argument {name!r} is declared nowhere" for name in unused))
 
 
-def _from(instruction: Instruction, arguments: Mapping[str, str], earlier: Sequence[Stage]) -> tuple[int, str, str, int | None]:
+def _from(instruction: Instruction, arguments: Values, earlier: Sequence[Stage]) -> tuple[int, str, str, int | None]:
     words = _split(instruction, instruction.text, arguments)
     if len(words) == 3 and words[1].upper() == "AS":
         name = words[2].lower()
@@ -179,6 +179,7 @@ class _Planner:
         self.env.setdefault("PATH", PATH)
         self.arguments: dict[str, str] = {}
         self.outer, self.given = outer, given
+        self.limit = Values()
         self.user, self.cwd = base.user, base.workdir
         self.entry, self.command, self.own_command = base.entrypoint, base.cmd, False
         self.shell: tuple[str, ...] = SHELL
@@ -189,9 +190,9 @@ class _Planner:
         return ImageConfig(env=self.env, user=self.user, workdir=self.cwd, entrypoint=self.entry, cmd=self.command)
 
     @property
-    def values(self) -> dict[str, str]:
+    def values(self) -> Values:
         """What substitutions see: the environment wins over arguments."""
-        return {**self.arguments, **self.env}
+        return Values({**self.arguments, **self.env}, of=self.limit)
 
     def word(self, instruction: Instruction, text: str) -> str:
         return one_word(text, self.values, instruction.escape)
@@ -316,7 +317,7 @@ class _Planner:
         self.notes.append(f"line {instruction.line}: LABEL is left out: images here have no labels")
 
 
-def _arguments(instruction: Instruction, values: Mapping[str, str]) -> list[tuple[str, str | None]]:
+def _arguments(instruction: Instruction, values: Values) -> list[tuple[str, str | None]]:
     """The names that an ARG declares, each with its default."""
     found: list[tuple[str, str | None]] = []
     try:
@@ -331,7 +332,7 @@ def _arguments(instruction: Instruction, values: Mapping[str, str]) -> list[tupl
     return found
 
 
-def _split(instruction: Instruction, text: str, values: Mapping[str, str]) -> list[str]:
+def _split(instruction: Instruction, text: str, values: Values) -> list[str]:
     try:
         return split(text, values, instruction.escape)
     except BadWord as error:

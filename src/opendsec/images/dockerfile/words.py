@@ -13,18 +13,35 @@ from collections.abc import Mapping
 _NAME_START = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_")
 _NAME = _NAME_START | frozenset("0123456789")
 MAX_DEPTH = 20
+MAX_SUBSTITUTED = 4 << 20  # characters that all substitutions of a stage put in: `ENV A=$A$A`, again and again, doubles
 
 
 class BadWord(ValueError):
     """The message says what is wrong."""
 
 
-def one_word(text: str, values: Mapping[str, str], escape: str = "\\") -> str:
+class Values(dict[str, str]):
+    """What variables are, with a limit on how much using them may make. All copies share the limit."""
+
+    def __init__(self, values: Mapping[str, str] = {}, *, of: Values | None = None) -> None:
+        super().__init__(values)
+        self._left: list[int] = [MAX_SUBSTITUTED] if of is None else of._left
+
+    def use(self, name: str) -> str | None:
+        """Raises BadWord."""
+        value = self.get(name)
+        self._left[0] -= len(value or "")
+        if self._left[0] < 0:
+            raise BadWord(f"the values of variables come to more than {MAX_SUBSTITUTED} characters")
+        return value
+
+
+def one_word(text: str, values: Values, escape: str = "\\") -> str:
     """`text` with variables substituted and quotes removed; blanks stay."""
     return _Reader(text, values, escape).read()
 
 
-def split(text: str, values: Mapping[str, str], escape: str = "\\") -> list[str]:
+def split(text: str, values: Values, escape: str = "\\") -> list[str]:
     """Words separated by blanks outside quotes; each substituted, and what is substituted is not split again."""
     return [one_word(word, values, escape) for word in raw_words(text, escape)]
 
@@ -61,7 +78,7 @@ def raw_words(text: str, escape: str = "\\") -> list[str]:
 
 
 class _Reader:
-    def __init__(self, text: str, values: Mapping[str, str], escape: str, depth: int = 0) -> None:
+    def __init__(self, text: str, values: Values, escape: str, depth: int = 0) -> None:
         self.text, self.values, self.escape, self.depth, self.at = text, values, escape, depth, 0
         if depth > MAX_DEPTH:
             raise BadWord("substitutions nested too deep")
@@ -106,7 +123,7 @@ class _Reader:
         if self.text[self.at : self.at + 1] == "{":
             return self.braced()
         name = self.name()
-        return self.values.get(name, "") if name else "$"
+        return (self.values.use(name) or "") if name else "$"
 
     def name(self) -> str:
         begin = self.at
@@ -121,7 +138,7 @@ class _Reader:
         if not name:
             raise BadWord("${ needs the name of a variable")
         rest = self.until_brace()
-        value = self.values.get(name)
+        value = self.values.use(name)
         if not rest:
             return value or ""
         colon = rest.startswith(":")
