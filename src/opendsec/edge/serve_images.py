@@ -38,6 +38,7 @@ from opendsec.edge.http import Handler, Lines, Request
 from opendsec.edge.node import Node
 from opendsec.edge.packing import pack
 from opendsec.edge.tracing import trace
+from opendsec.images.build import check_config
 from opendsec.images.store import GRACE_S as DEFAULT_GRACE_S
 
 
@@ -99,6 +100,8 @@ class ImageRoutes:
 
     async def compose(self, request: Request) -> ImageInfo:
         wanted = await request.json(ComposeRequest)
+        if wanted.config is not None:
+            check_config(wanted.config)
         request.intent.begin()
         return await self._node.images.compose(wanted)
 

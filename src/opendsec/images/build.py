@@ -79,6 +79,8 @@ def check_config(config: ImageConfig) -> None:
     spec.check_path(config.workdir, "config.workdir")
     for index, argument in enumerate(config.entrypoint):
         spec.check_text(argument, f"config.entrypoint[{index}]", limit=131_000)
+    for index, argument in enumerate(config.cmd):
+        spec.check_text(argument, f"config.cmd[{index}]", limit=131_000)
 
 
 async def build(store: ImageStore, request: BuildRequest, *, progress: Progress, allow_host_paths: bool) -> ImageInfo | LayerInfo:

@@ -26,6 +26,10 @@ class Damaged(ValueError):
     """A record that cannot be trusted or understood; the message says why."""
 
 
+class TooLarge(ValueError):
+    """A record that no reader would take."""
+
+
 class _Envelope(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     magic: str
     version: int
@@ -38,9 +42,13 @@ def _checksum(body: bytes) -> str:
 
 
 def encode(magic: str, version: int, body: msgspec.Struct) -> bytes:
+    """Raises TooLarge."""
     raw = msgspec.json.encode(body)
     envelope = _Envelope(magic=magic, version=version, checksum=_checksum(raw), body=msgspec.Raw(raw))
-    return msgspec.json.encode(envelope) + b"\n"
+    data = msgspec.json.encode(envelope) + b"\n"
+    if len(data) > MAX_BYTES:
+        raise TooLarge(f"is larger than {MAX_BYTES} bytes")
+    return data
 
 
 def decode(data: bytes, magic: str, version: int, kind: type[T]) -> T:
@@ -75,7 +83,7 @@ def read(path: Path, magic: str, version: int, kind: type[T]) -> T:
 
 
 def write(path: Path, magic: str, version: int, body: msgspec.Struct, *, temporary: Path) -> None:
-    """Make `path` this record. `temporary`: a directory of the same file system, cleared at start-up."""
+    """Make `path` this record. `temporary`: a directory of the same file system, cleared at start-up. Raises TooLarge."""
     write_bytes(path, encode(magic, version, body), temporary=temporary)
 
 

@@ -39,7 +39,7 @@ from opendsec.images.chunks import ChunkTable
 from opendsec.images.layers import DataSource, LayerRecord, LayerRef, LocalData, Missing
 from opendsec.images.names import LayerName
 from opendsec.images.origins import Origin
-from opendsec.images.records import Damaged
+from opendsec.images.records import Damaged, TooLarge
 from opendsec.images.references import ImageRef, LayerNameRef, References
 
 GRACE_S = 3600.0
@@ -299,7 +299,10 @@ class ImageStore:
         with self._locked(fcntl.LOCK_SH):
             found = {digest: self._record(digest) for digest in digests}
             ref = ImageRef(name=name, layers=tuple(digests), config=config, created_at=self._clock(), notes=tuple(notes), source=source)
-            self._refs.write_image(ref)
+            try:
+                self._refs.write_image(ref)
+            except TooLarge:
+                raise InvalidRequest("is too large: an image's record holds 1 MiB", field="config") from None
             return _image_info(ref, found)
 
     def compose(self, request: ComposeRequest) -> ImageInfo:

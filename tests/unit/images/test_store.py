@@ -161,6 +161,15 @@ def test_compose_names_layers_of_an_image_and_more(filled: ImageStore) -> None:
     assert [image.name for image in filled.list().images] == ["base", "task:1", "task:2"]
 
 
+def test_an_image_whose_record_nobody_could_read_is_not_named(filled: ImageStore) -> None:
+    """It would keep `gc` from working, too."""
+    with pytest.raises(InvalidRequest) as caught:
+        filled.compose(ComposeRequest(name="task:1", base="base", layers=(), config=ImageConfig(env={"A": "\1" * 200_000})))
+    assert caught.value.field == "config"
+    assert [image.name for image in filled.list().images] == ["base"]
+    filled.gc()
+
+
 def test_naming_needs_the_layers(store: ImageStore) -> None:
     with pytest.raises(NotFound):
         store.name_image("x", [digest("nosuch")], ImageConfig())

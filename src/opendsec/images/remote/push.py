@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import zstandard
 
 from opendsec.api.errors import Conflict
@@ -40,10 +41,22 @@ async def push_image(
         for digest in dict.fromkeys(ref.layers):
             traces += await _push_traces(store, digest, remote)
         record = RemoteImage(
-            name=name, layers=ref.layers, config=ref.config, created_at=ref.created_at, notes=ref.notes, traces=tuple(traces)
+            name=name,
+            layers=ref.layers,
+            config=ref.config,
+            created_at=ref.created_at,
+            notes=ref.notes,
+            traces=tuple(traces[-layout.MAX_TRACES :]),
         )
-        await remote.put(layout.image_record(name), records.encode(layout.IMAGE_MAGIC, layout.IMAGE_VERSION, record))
+        await remote.put(layout.image_record(name), _encoded(record))
     meter.end()
+
+
+def _encoded(record: RemoteImage) -> bytes:
+    try:
+        return records.encode(layout.IMAGE_MAGIC, layout.IMAGE_VERSION, record)
+    except records.TooLarge:  # traces only make a start faster
+        return records.encode(layout.IMAGE_MAGIC, layout.IMAGE_VERSION, msgspec.structs.replace(record, traces=()))
 
 
 async def _push_layer(store: ImageStore, remote: RemoteStore, meter: Meter, stores: Stores | None, digest: str) -> None:

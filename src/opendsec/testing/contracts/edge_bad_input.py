@@ -262,6 +262,12 @@ CASES: dict[str, Case] = {
     "build from a relative path": Case(
         "POST", "/v1/images/build", {"name": "x", "source": {"type": "directory", "path": "x"}}, field="source.path"
     ),
+    "compose with an unclear environment": Case(
+        "POST", "/v1/images/compose", {"name": "x", "base": "y", "layers": [], "config": {"env": {"A=B": "x"}}}, field="config.env"
+    ),
+    "compose with arguments that nothing takes": Case(
+        "POST", "/v1/images/compose", {"name": "x", "base": "y", "layers": [], "config": {"cmd": ["a\0b"]}}, field="config.cmd[0]"
+    ),
     "compose of nothing": Case(
         "POST", "/v1/images/compose", {"name": "x", "base": "no-such-image", "layers": []}, field="base", code="not_found", status=404
     ),
