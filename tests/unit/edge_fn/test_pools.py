@@ -117,6 +117,17 @@ async def test_a_member_that_does_not_even_take_a_cancellation_is_killed(world: 
     assert (await running).outcome == "ok"
 
 
+async def test_a_pool_is_not_forgotten_while_its_program_is_compiled(world: World) -> None:
+    running = call(world, language="c", pool="")
+    await world.members.until(lambda: bool(world.members.running))
+    world.members.end(Ended(code=0, files={"main": b"x"}))
+    await world.members.until(lambda: bool(world.members.running))
+    holders = [holder.member_id for pool in world.pools.implicit.values() for holder in pool.holders.values()]
+    assert sorted(holders) == sorted(world.members.members)
+    world.members.end()
+    assert (await running).outcome == "ok"
+
+
 async def test_cancelling_ends_a_waiting_and_a_running_call(world: World) -> None:
     await declare(world)
     running, waiting = call(world), call(world)

@@ -30,12 +30,13 @@ COMPILE_LIMITS: FnLimits = JudgeTask(source="").compile_limits
 class Target:
     """Where calls of one kind run: resolved once, used by each."""
 
-    __slots__ = ("bounds", "fresh", "job_limits", "language", "pool", "tenant")
+    __slots__ = ("__weakref__", "bounds", "fresh", "job_limits", "language", "pool", "tenant")
 
     def __init__(self, pool: LivePool, language: Language | None, tenant: str, fresh: bool, bounds: Bounds) -> None:
         self.pool, self.language, self.tenant, self.fresh, self.bounds = pool, language, tenant, fresh, bounds
         overhead = 0 if language is None else memory_bytes(language.memory_overhead)
         self.job_limits = job_limits(bounds, overhead)
+        pool.users.add(self)
 
     def with_bounds(self, bounds: Bounds) -> Target:
         """The same with other limits. Raises InvalidRequest if the members are too small for them."""

@@ -195,9 +195,11 @@ class Pools:
         size = -(-(needed_bytes + BASE_BYTES) // STEP_BYTES) * STEP_BYTES
         key = (image, python, size)
         pool = self.implicit.get(key)
-        if pool is None or pool.hopeless:
+        if pool is not None and pool.hopeless:
+            pool.renew()
+        if pool is None:
             for old, other in list(self.implicit.items()):
-                if not other.machine.slots and not other.machine.waiting:
+                if not other.machine.slots and not other.machine.waiting and not other.users:
                     other.abandon(Unavailable("its pool is gone"))
                     del self.implicit[old]
             name = f"~{image}{'+python' if python else ''}-{size // MIB}"

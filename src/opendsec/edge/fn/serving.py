@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -57,6 +58,7 @@ class LivePool:
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self.layers: frozenset[str] = frozenset()  # digests
+        self.users = weakref.WeakSet[object]()  # whoever has yet to submit calls, or may: it must not be forgotten meanwhile
         self.emptied: asyncio.Future[None] = self._loop.create_future()
         self._failing = False
         self._missing: NotFound | None = None  # what kept the last member from starting
@@ -238,6 +240,10 @@ class LivePool:
     def hopeless(self) -> bool:
         """It has failed by its own fault, and nothing is left of it: whatever was wrong (an image that was not there) may be right now."""
         return self.machine.fault == "pool" and not self.machine.slots and not self.machine.waiting
+
+    def renew(self) -> None:
+        """Try again what was hopeless."""
+        self.feed(events.Reshaped(_shape(self.spec), False, self._loop.time()))
 
     def reshape(self, spec: PoolSpec, memory_bytes: int, *, renewed: bool) -> None:
         """Become what `spec` says; members that do not fit it any more go once they are idle. `renewed`: the image is another."""
