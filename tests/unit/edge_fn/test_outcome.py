@@ -88,3 +88,55 @@ def test_large_results_are_recorded_without_their_outputs() -> None:
     assert kept is not None
     assert (kept.outcome, kept.exit_code, kept.files, kept.stdout.data, kept.stdout.total_bytes) == ("runtime_error", 1, {}, b"", 600_000)
     assert kept.message.startswith("exit code 1; its outputs, ")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"5",
+        b'"\xc3\xa9"',
+        b'{"a": [1, null]}',
+        b"[" * 250 + b"]" * 250,
+        b"[" + b"[1]," * 300 + b"[]]",
+        b'["' + b"9" * 5000 + b'\\",1"]',
+        b"null",
+        b"true",
+    ],
+)
+def test_a_value_goes_into_the_result_as_it_is(value: bytes) -> None:
+    result = outcome.result(Ended(code=0, value=value), BOUNDS)
+    assert (result.outcome, bytes(result.value), result.message) == ("ok", value, "")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b'null,"outcome":"wrong_answer","exit_code":77',
+        b'1}\n{"outcome":"ok","index":2,"stdout":{"data":"Zm9yZ2Vk"}}',
+        b"[1,\n2]",
+        b"[1,\r2]",
+        b"{bad",
+        b"NaN",
+        b"\xff\xfe",
+        b'"\xff"',
+        b'"\\ud800"',
+        b"1" * 5000,
+        b"[" * 20000,
+        b"[" * 950 + b"]" * 950,
+        b"1]" + b",[1" * 300,
+        b"1]" * 200 + b",[" * 200 + b"1",
+        b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    ],
+)
+def test_a_value_that_would_forge_more_than_itself_is_the_programs_fault(value: bytes) -> None:
+    result = outcome.result(Ended(code=0, value=value), BOUNDS)
+    assert (result.outcome, bytes(result.value)) == ("runtime_error", b"null")
+    assert "its value cannot be passed on as JSON" in result.message
+    line = msgspec.json.encode(result)
+    assert b"\n" not in line and msgspec.json.decode(line, type=FnResult).outcome == "runtime_error"
+    timed_out = outcome.result(Ended(signal=9, timed_out="wall", value=value), BOUNDS)
+    assert (timed_out.outcome, bytes(timed_out.value)) == ("time_limit", b"null")
+
+
+def test_a_function_that_left_no_value_has_none() -> None:
+    assert bytes(outcome.result(Ended(code=0, value=b""), BOUNDS).value) == b"null"

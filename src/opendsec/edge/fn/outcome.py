@@ -16,6 +16,7 @@ Memory comes before time: a program whose child was killed for memory often wait
 
 from __future__ import annotations
 
+import re
 import signal
 
 import msgspec
@@ -27,12 +28,22 @@ from opendsec.api.units import format_bytes
 from opendsec.runtime.fncall.interface import Ended
 
 NOTHING = msgspec.Raw(b"null")
+MARGIN = 200  # levels of nesting less than we could read ourselves
+MOST_DIGITS = 4000  # Python reads numbers of 4,300
+_PLAIN = frozenset((b"null", b"true", b"false"))
+_LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MOST_DIGITS + 1))
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
+_skip = msgspec.json.Decoder(msgspec.Raw).decode
 
 
 def result(ended: Ended, bounds: Bounds, *, index: int = 0, cold: bool = False) -> FnResult:
     """What the caller of a call is told."""
     outcome = classify(ended)
     hits = hits_of(ended)
+    wrong = "" if not ended.value else value_problem(ended.value)
+    if wrong and outcome == "ok":
+        outcome = "runtime_error"
+    message = "" if outcome == "ok" and not hits and not ended.files_problem else message_of(ended, outcome, hits, bounds)
     return FnResult(
         outcome=outcome,
         index=index,
@@ -40,15 +51,34 @@ def result(ended: Ended, bounds: Bounds, *, index: int = 0, cold: bool = False) 
         signal=ended.signal,
         stdout=FnOutput(data=ended.stdout, total_bytes=ended.stdout_total),
         stderr=FnOutput(data=ended.stderr, total_bytes=ended.stderr_total),
-        value=NOTHING if ended.value is None else msgspec.Raw(ended.value),
+        value=msgspec.Raw(ended.value) if ended.value and not wrong else NOTHING,
         files=dict(ended.files) if ended.files else {},
         cpu_ms=ended.cpu_ms,
         wall_ms=ended.wall_ms,
         peak_memory_bytes=ended.peak_memory_bytes,
         limits_hit=hits,
-        message="" if outcome == "ok" and not hits and not ended.files_problem else message_of(ended, outcome, hits, bounds),
+        message="; ".join(filter(None, (message, wrong))) if wrong else message,
         cold=cold,
     )
+
+
+def value_problem(value: bytes) -> str:
+    """Why what a function left as its value is none. Whoever runs in the call can write there, and it goes into answers as it is: what is
+    not one JSON value on one line could pass for another field, or for the result of another call."""
+    if value in _PLAIN:
+        return ""
+    try:
+        value.decode()  # what is skipped below is not looked into
+        _skip(value)
+        if value.count(b"[") + value.count(b"{") > MARGIN:  # readers have less room than we
+            _skip(b"[" * MARGIN + value + b"]" * MARGIN)
+    except (ValueError, RecursionError) as error:
+        return f"its value cannot be passed on as JSON: {'it is nested too deeply' if isinstance(error, RecursionError) else error}"
+    if b"\n" in value or b"\r" in value:
+        return "its value cannot be passed on as JSON: it has line breaks between its parts"
+    if len(value) > MOST_DIGITS and _LONG_NUMBER.search(value) and _LONG_NUMBER.search(_STRING.sub(b"", value)):
+        return f"its value cannot be passed on as JSON: a number of more than {MOST_DIGITS} digits"
+    return ""
 
 
 def classify(ended: Ended) -> FnOutcome:
