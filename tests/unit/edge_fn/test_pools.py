@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from opendsec.api.errors import Conflict, NotFound, QuotaExceeded, Unavailable, Unsupported
-from opendsec.api.fn import FnCall, FnResult, JudgeTask, PoolSpec, Test
+from opendsec.api.fn import FnCall, FnLimits, FnResult, JudgeTask, PoolSpec, Test
 from opendsec.api.images import ImageConfig
 from opendsec.edge.fn import pool
 from opendsec.edge.fn.devices import Accelerator
@@ -164,6 +164,24 @@ async def test_a_quota_without_hope_is_told(world: World) -> None:
     await world.members.until(lambda: world.pools.get("p").machine.idle == 1)
     with pytest.raises(QuotaExceeded):
         await call(world, pool="")
+
+
+async def test_members_that_are_starting_are_hope_for_room(world: World) -> None:
+    start = asyncio.Event()
+
+    async def wait(plan: MemberPlan) -> None:
+        await start.wait()
+
+    world.members.before_create = wait
+    first = call(world, pool="", limits=FnLimits(memory="3GiB"))
+    await world.members.until(lambda: len(world.members.plans) == 1)
+    second = call(world, pool="", limits=FnLimits(memory="1GiB"))
+    await world.members.until(lambda: any(pool.machine.starved for pool in world.pools.implicit.values()))
+    start.set()
+    for task in (first, second):
+        await world.members.until(lambda: bool(world.members.running))
+        world.members.end()
+        assert (await task).outcome == "ok"
 
 
 async def test_idle_members_of_unnamed_pools_make_way_for_a_declared_one(world: World) -> None:

@@ -248,5 +248,5 @@ class Pools:
 
 
 def _surplus(pool: LivePool) -> int:
-    """Members that it may give up."""
-    return pool.machine.living - pool.machine.starting - (0 if pool.implicit else pool.spec.size)
+    """Members that it may give up, those that are still starting once they have."""
+    return pool.machine.living - (0 if pool.implicit else pool.spec.size)
