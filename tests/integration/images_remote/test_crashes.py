@@ -17,7 +17,7 @@ from tests.layers import check_store, digest_of, new_store
 from tests.support import ROOT
 
 # Every so many calls; `1` was tried for each, which takes two minutes.
-EVERY = {"Publish": 3, "Upgrade": 3, "Collect": 3, "Push": 9, "Pull": 8, "PullLazily": 8, "Complete": 6}
+EVERY = {"Publish": 3, "Upgrade": 3, "Collect": 3, "Push": 5, "Pull": 8, "PullLazily": 8, "Complete": 6}
 
 
 @pytest.mark.slow
