@@ -24,7 +24,7 @@ from opendsec.edge.box import Box
 from opendsec.edge.packing import layer_of
 from opendsec.edge.steps import Ran, copy_into, run_command
 from opendsec.images import names
-from opendsec.images.build import Progress, check_config, make_layer, to_the_end
+from opendsec.images.build import check_config, make_layer
 from opendsec.images.dockerfile import cache, plan
 from opendsec.images.dockerfile.cache import StepCache, touch
 from opendsec.images.dockerfile.context import Entry, Reader
@@ -33,8 +33,10 @@ from opendsec.images.dockerfile.ignore import MAX_BYTES as MAX_IGNORE_BYTES
 from opendsec.images.dockerfile.ignore import Ignore
 from opendsec.images.dockerfile.parse import MAX_BYTES, parse
 from opendsec.images.dockerfile.plan import Copy, MakeDir, Run, Stage, Step
+from opendsec.images.process import Progress
 from opendsec.images.store import MAX_LAYERS, Resolved
 from opendsec.images.view import merged
+from opendsec.images.waiting import in_thread, to_the_end
 from opendsec.runtime.backend import Handle
 
 if TYPE_CHECKING:
@@ -78,7 +80,7 @@ async def build_dockerfile(node: Node, request: BuildRequest, *, progress: Progr
         dockerfile = plan.stages(parse(text), source.args)
         building = _Building(node, request, source, dockerfile, Reader(context, ignore=ignore), progress)
         built = await building.stage(plan.target(dockerfile, source.target))
-    image = await to_the_end(asyncio.to_thread(node.images.store.name_image, request.name, built.layers, built.config))
+    image = await in_thread(node.images.store.name_image, request.name, built.layers, built.config)
     node.images.forget()
     progress(BuildEvent(kind="done", message=image.name, image=image))
     return image
@@ -278,7 +280,7 @@ class _Building:
                 handle.files.mkdir(path, mode=0o755, user=None, parents=True)
                 return True
 
-        return await to_the_end(asyncio.to_thread(make))
+        return await in_thread(make)
 
     async def _copy(self, stage: Stage, action: Copy, layers: tuple[str, ...]) -> str:
         if not action.origin:
@@ -290,7 +292,7 @@ class _Building:
             digests = tuple(layer.digest for layer in (await self.node.images.resolve(action.origin, ())).layers)
         with contextlib.ExitStack() as stack:
             refs = await asyncio.to_thread(lambda: [self.store.layer_ref(digest) for digest in digests])
-            root = await to_the_end(asyncio.to_thread(stack.enter_context, merged(refs)))
+            root = await in_thread(stack.enter_context, merged(refs))
             return await self._copy_from(Reader(root, inside=True), action, layers, owners=True)
 
     async def _copy_from(self, reader: Reader, action: Copy, layers: tuple[str, ...], *, owners: bool) -> str:

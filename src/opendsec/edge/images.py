@@ -30,7 +30,7 @@ from opendsec.api.images import (
 )
 from opendsec.api.references import Reference, check_dockerfile
 from opendsec.edge.loading import Loading
-from opendsec.edge.progress import Progress, Work, streamed
+from opendsec.edge.progress import Work, streamed
 from opendsec.images import layers as formats
 from opendsec.images import names
 from opendsec.images.build import build, check
@@ -39,6 +39,7 @@ from opendsec.images.lazy.protocol import LayerStats
 from opendsec.images.lint import lint
 from opendsec.images.oci.pull import pull as oci_pull
 from opendsec.images.oci.push import push as oci_push
+from opendsec.images.process import Progress
 from opendsec.images.remote.config import Stores
 from opendsec.images.store import GRACE_S, ImageStore, Resolved
 from opendsec.images.transfer import pull_image, push_image

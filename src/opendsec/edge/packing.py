@@ -19,11 +19,13 @@ from opendsec.api.spec import Limits, check_text
 from opendsec.edge.actions import Action, request_digest
 from opendsec.edge.box import Box
 from opendsec.images import lint, names
-from opendsec.images.build import Progress, make_layer, to_the_end
+from opendsec.images.build import make_layer
 from opendsec.images.names import LayerName
+from opendsec.images.process import Progress
 from opendsec.images.scrub import Scrub
 from opendsec.images.store import MAX_LAYERS, ImageStore
 from opendsec.images.upper import UpperSource, check_patterns
+from opendsec.images.waiting import in_thread
 from opendsec.runtime.backend import Handle
 
 if TYPE_CHECKING:
@@ -82,7 +84,7 @@ async def _pack(node: Node, box: Box, handle: Handle, request: PackRequest, name
     # A layer that is there already, lower down, would hide nothing there that it hides on top.
     digests = [*(digest for digest in box.template.layers if digest != layer.digest), layer.digest]
     config = await _config(node, box)
-    warnings = await to_the_end(asyncio.to_thread(lint.lint_layers, store, digests, request.packages, of=layer.digest))
+    warnings = await in_thread(lint.lint_layers, store, digests, request.packages, of=layer.digest)
     if warnings and request.fail_on_warnings:
         raise Conflict(
             f"{len(warnings)} warnings, the first one: {warnings[0].message}: {warnings[0].path!r}",
@@ -93,7 +95,7 @@ async def _pack(node: Node, box: Box, handle: Handle, request: PackRequest, name
     def publish() -> tuple[LayerInfo, ImageInfo]:
         return store.name_layer(name, layer.digest), store.name_image(image_name, digests, config)
 
-    named, image = await to_the_end(asyncio.to_thread(publish))
+    named, image = await in_thread(publish)
     node.images.forget()
     node.events.emit("sandbox.packed", box.id, layer=str(name), digest=layer.digest, image=image_name, frozen_ms=round(frozen_ms, 3))
     return PackResult(image=image, layer=named, scrubbed=tuple(scrubbed), warnings=tuple(warnings), frozen_ms=frozen_ms)

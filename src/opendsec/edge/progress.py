@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 from opendsec.api.errors import OpenDSecError
 from opendsec.api.images import BuildEvent, ImageInfo, LayerInfo
+from opendsec.images.process import Progress
 
-Progress: TypeAlias = Callable[[BuildEvent], None]
 Work: TypeAlias = Callable[[Progress], Awaitable[ImageInfo | LayerInfo | None]]
 
 WAITING = 256  # events that may wait for a slow reader; beyond that progress is dropped, the end never

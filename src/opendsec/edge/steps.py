@@ -16,9 +16,9 @@ from typing import IO, NamedTuple
 
 from opendsec.api import ids
 from opendsec.api.errors import InvalidRequest, OpenDSecError
-from opendsec.images.build import to_the_end
 from opendsec.images.dockerfile.context import FILE, Entry, Reader
 from opendsec.images.dockerfile.plan import Copy, Run
+from opendsec.images.waiting import to_the_end
 from opendsec.runtime.backend import ExecPlan, Handle
 from opendsec.runtime.files.tarball import END_OF_ARCHIVE, Member, header, padding, write_all
 

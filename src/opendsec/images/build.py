@@ -3,20 +3,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
-import sys
-import time
-from asyncio.subprocess import PIPE, Process
-from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
-from typing import TypeVar
-
-import msgspec
+from collections.abc import Callable, Sequence
 
 from opendsec.api import spec
-from opendsec.api.errors import Denied, Internal, InvalidRequest, OpenDSecError, Unsupported, from_body
+from opendsec.api.errors import Denied, InvalidRequest, Unsupported
 from opendsec.api.images import (
     BuildEvent,
     BuildRequest,
@@ -28,19 +20,15 @@ from opendsec.api.images import (
     LayerInfo,
     LayerKind,
 )
-from opendsec.images import debian, names
-from opendsec.images.layers import LayerRecord
+from opendsec.images import debian, names, process
 from opendsec.images.names import LayerName
+from opendsec.images.process import Progress
 from opendsec.images.store import ImageStore
 from opendsec.images.upper import UpperSource
-from opendsec.images.worker import OUT, Job, Line, Made
+from opendsec.images.waiting import in_thread
+from opendsec.images.worker import OUT, Job, Line
 
 Source = DirectorySource | DebianSource | UpperSource
-Progress = Callable[[BuildEvent], None]
-T = TypeVar("T")
-
-_LINE_BYTES = 1 << 20
-_PASSED_ON = ("LANG", "http_proxy", "https_proxy", "ftp_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 
 
 def check(request: BuildRequest, *, allow_host_paths: bool) -> LayerName:
@@ -93,7 +81,7 @@ async def build(store: ImageStore, request: BuildRequest, *, progress: Progress,
     name = check(request, allow_host_paths=allow_host_paths)
     assert isinstance(request.source, DirectorySource | DebianSource)
     made = await make_layer(store, request.source, request.kind, exclude=request.exclude, progress=progress)
-    result = await to_the_end(asyncio.to_thread(_name, store, request, name, made.digest))
+    result = await in_thread(_name, store, request, name, made.digest)
     if isinstance(result, ImageInfo):
         progress(BuildEvent(kind="done", message=result.name, image=result))
     else:
@@ -120,106 +108,22 @@ async def make_layer(
     workspace = contextlib.ExitStack()
     try:
         work, held = workspace.enter_context(store.workspace())
-        job = Job(source=source, exclude=tuple(exclude), work=os.fspath(work), store=os.fspath(store.root), parent=os.getpid())
-        made = await _work(job, held, progress, found)
-        progress(BuildEvent(kind="step", message="publishing"))
-        return await to_the_end(asyncio.to_thread(_publish, store, kind, work / OUT, made))
-    finally:
-        await to_the_end(asyncio.to_thread(workspace.close))
+        job = Job(
+            source=source,
+            exclude=tuple(exclude),
+            kind=kind,
+            work=os.fspath(work),
+            store=os.fspath(store.root),
+            parent=os.getpid(),
+        )
 
-
-def _publish(store: ImageStore, kind: LayerKind, out: Path, made: Made) -> LayerInfo:
-    record = LayerRecord(
-        digest=made.digest,
-        kind=kind,
-        meta_bytes=made.meta_bytes,
-        data_bytes=made.data_bytes,
-        meta_sha256=made.meta_sha256,
-        data_sha256=made.data_sha256,
-        created_at=time.time(),
-        chunk_bytes=made.chunk_bytes,
-        chunks_sha256=made.chunks_sha256,
-    )
-    return store.publish(out, record)
-
-
-async def _work(job: Job, held: int, progress: Progress, found: Callable[[Finding], None]) -> Made:
-    """Run the worker to its end, whatever that is; nothing of it runs when this returns or raises."""
-    environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-I", "-m", "opendsec.images.worker"),
-        stdin=PIPE,
-        stdout=PIPE,
-        stderr=PIPE,
-        # mmdebstrap and what it runs live in the sbin directories too, which a user's PATH need not have.
-        env={
-            **environment,
-            "PATH": os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin:/usr/bin:/bin",
-            "TMPDIR": job.work,
-            "HOME": "/root",
-        },
-        pass_fds=(held,),  # holds the workspace as long as anything of the worker lives
-        start_new_session=True,  # a terminal's Ctrl-C is for the edge to handle
-        limit=_LINE_BYTES,
-    )
-    said = asyncio.ensure_future(_tail(process))
-    made: Made | None = None
-    error: OpenDSecError | None = None
-    try:
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(msgspec.json.encode(job))
-        process.stdin.close()
-        async for raw in process.stdout:
-            line = msgspec.json.decode(raw, type=Line)
-            if line.event is not None:
-                progress(line.event)
+        def heard(line: Line) -> None:
             if line.found is not None:
                 found(line.found)
-            made = line.made or made
-            if line.error is not None:
-                error = from_body(line.error)
-    except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        raise
+
+        line = await process.run("opendsec.images.worker", job, Line, held, progress, home="/root", heard=heard)
+        assert line.made is not None
+        progress(BuildEvent(kind="step", message="publishing"))
+        return await in_thread(store.publish, work / OUT, line.made)
     finally:
-        await to_the_end(_gone(process))
-        stderr = await to_the_end(said)
-    if error is not None:
-        raise error
-    if made is None or process.returncode != 0:
-        raise Internal(f"the build ended with status {process.returncode}: {stderr.decode(errors='replace').strip() or 'it said nothing'}")
-    return made
-
-
-async def _gone(process: Process) -> None:
-    """Wait until all of the worker has ended and its output is empty."""
-    assert process.stdout is not None
-    while await process.stdout.read(_LINE_BYTES):
-        pass
-    await process.wait()
-
-
-async def _tail(process: Process, limit: int = 4000) -> bytes:
-    assert process.stderr is not None
-    kept = b""
-    while block := await process.stderr.read(65536):
-        kept = (kept + block)[-limit:]
-    return kept
-
-
-async def to_the_end(awaitable: Awaitable[T]) -> T:
-    """The result of `awaitable`, which runs to its end even if we are cancelled meanwhile; the cancellation is raised after that."""
-    future = asyncio.ensure_future(awaitable)
-    cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.shield(future)
-        except asyncio.CancelledError as error:
-            cancelled = error
-        except Exception:
-            break
-    if cancelled is not None:
-        raise cancelled
-    return future.result()
+        await in_thread(workspace.close)

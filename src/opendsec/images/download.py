@@ -12,9 +12,9 @@ import os
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from opendsec.images.build import to_the_end
 from opendsec.images.chunks import ChunkTable
 from opendsec.images.remote.store import RemoteStore, StoreError
+from opendsec.images.waiting import in_thread
 
 T = TypeVar("T")
 
@@ -48,8 +48,8 @@ async def download(
     remotes: Sequence[RemoteStore], key: str, table: ChunkTable, fd: int, *, progress: Callable[[int], None] = lambda done: None
 ) -> None:
     """Make the file at `fd` the object at `key`. `progress` gets the bytes that are right so far. Raises StoreError, OSError (no space)."""
-    await to_the_end(asyncio.to_thread(os.ftruncate, fd, table.data_bytes))
-    have = await to_the_end(asyncio.to_thread(_right_already, table, fd))
+    await in_thread(os.ftruncate, fd, table.data_bytes)
+    have = await in_thread(_right_already, table, fd)
     done = sum(table.span(index)[1] for index in have)
     progress(done)
 
@@ -74,7 +74,7 @@ async def _fetch(remotes: Sequence[RemoteStore], key: str, table: ChunkTable, fd
                 error = caught
                 continue
             answered = True
-            wrong = await to_the_end(asyncio.to_thread(_keep, table, fd, first, data))
+            wrong = await in_thread(_keep, table, fd, first, data)
             if wrong is None:
                 return
             error = StoreError("damaged", remote.name, key, f"chunk {wrong} does not match its checksum")

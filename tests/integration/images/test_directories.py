@@ -20,7 +20,6 @@ import pytest
 
 from opendsec.api.errors import Denied, Internal, InvalidRequest, Unavailable
 from opendsec.api.images import BuildEvent, BuildRequest, DebianSource, DirectorySource, ImageConfig, ImageInfo, LayerInfo
-from opendsec.images import build as build_module
 from opendsec.images import erofs, tree
 from opendsec.images.build import build
 from opendsec.images.store import ImageStore
@@ -364,7 +363,7 @@ async def test_a_worker_that_dies_is_our_fault_and_leaves_nothing(store: ImageSt
         workers.append(await start(*arguments, **options))  # type: ignore[arg-type]
         return workers[0]
 
-    monkeypatch.setattr(build_module.asyncio, "create_subprocess_exec", remember)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", remember)
 
     def progress(event: BuildEvent) -> None:
         if event.message == "packing":

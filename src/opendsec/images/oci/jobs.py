@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the edge and its worker say to each other: one `Job` in, `Line`s out, of which the last says how it ended."""
+"""What the edge and its worker say to each other: see `images.job`."""
 
 from __future__ import annotations
 
 import msgspec
 
-from opendsec.api.errors import ErrorBody
-from opendsec.api.images import BuildEvent, ImageConfig
+from opendsec.api.images import ImageConfig
 from opendsec.api.references import Reference
+from opendsec.images import job
 from opendsec.images.oci.limits import Limits
 
 
@@ -19,12 +19,9 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
     data: str
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class Job(job.Job, frozen=True, kw_only=True):
     verb: str  # "pull", "push"
     reference: Reference
-    work: str  # an empty directory of the store
-    store: str
-    parent: int  # the edge's pid
     platform: str = ""
     tls_verify: bool = True
     token: str = ""
@@ -44,8 +41,6 @@ class Pulled(msgspec.Struct, frozen=True, kw_only=True):
     source: str
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    event: BuildEvent | None = None
+class Line(job.Line, frozen=True, kw_only=True, omit_defaults=True):
     pulled: Pulled | None = None
     pushed: bool = False
-    error: ErrorBody | None = None

@@ -3,25 +3,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
-from collections.abc import Callable
 
 from opendsec.api.errors import InvalidRequest
-from opendsec.api.images import BuildEvent, ImageInfo, PullRequest
+from opendsec.api.images import ImageInfo, PullRequest
 from opendsec.api.references import check_pull
-from opendsec.images.oci.jobs import Job
+from opendsec.images import process
+from opendsec.images.oci.jobs import Job, Line
 from opendsec.images.oci.limits import Limits
-from opendsec.images.oci.process import to_the_end, work
+from opendsec.images.process import Progress
 from opendsec.images.store import ImageStore
+from opendsec.images.waiting import in_thread
 
 
 async def pull(
     store: ImageStore,
     request: PullRequest,
     *,
-    progress: Callable[[BuildEvent], None],
+    progress: Progress,
     allow_host_paths: bool,
     limits: Limits | None = None,
     stall_s: float = 60.0,
@@ -53,12 +53,10 @@ async def pull(
             retries=retries,
             limits=limits or Limits(),
         )
-        line = await work(job, held, progress)
+        line = await process.run("opendsec.images.oci.worker", job, Line, held, progress, home=job.work)
         assert line.pulled is not None
         pulled = line.pulled
         name = request.name or reference.image_name
-        return await to_the_end(
-            asyncio.to_thread(store.name_image, name, pulled.digests, pulled.config, notes=pulled.notes, source=pulled.source)
-        )
+        return await in_thread(store.name_image, name, pulled.digests, pulled.config, notes=pulled.notes, source=pulled.source)
     finally:
-        await to_the_end(asyncio.to_thread(workspace.close))
+        await in_thread(workspace.close)

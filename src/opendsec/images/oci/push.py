@@ -6,21 +6,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable
 
 from opendsec.api.errors import InvalidRequest
-from opendsec.api.images import BuildEvent, PushRequest
+from opendsec.api.images import PushRequest
 from opendsec.api.references import check_push
-from opendsec.images.oci.jobs import Exported, Job
-from opendsec.images.oci.process import to_the_end, work
+from opendsec.images import process
+from opendsec.images.oci.jobs import Exported, Job, Line
+from opendsec.images.process import Progress
 from opendsec.images.store import ImageStore
+from opendsec.images.waiting import in_thread
 
 
 async def push(
     store: ImageStore,
     request: PushRequest,
     *,
-    progress: Callable[[BuildEvent], None],
+    progress: Progress,
     allow_host_paths: bool,
     stall_s: float = 60.0,
     retries: int = 2,
@@ -53,6 +54,6 @@ async def push(
             config=resolved.config,
             name=request.name,
         )
-        await work(job, held, progress)
+        await process.run("opendsec.images.oci.worker", job, Line, held, progress, home=job.work)
     finally:
-        await to_the_end(asyncio.to_thread(workspace.close))
+        await in_thread(workspace.close)

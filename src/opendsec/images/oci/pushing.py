@@ -6,7 +6,6 @@ Nothing in the image says when or where it was pushed: the same image has the sa
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import zlib
@@ -27,7 +26,7 @@ from opendsec.kernel import mounts
 _LEVEL = 6
 
 
-def push(job: Job, step: Step, progress: Progress, held: contextlib.ExitStack) -> None:
+def push(job: Job, step: Step, progress: Progress) -> None:
     """Raises errors of the contract, OSError for a full disk."""
     work, reference = Path(job.work), job.reference
     target = Path(reference.place)

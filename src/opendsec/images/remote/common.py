@@ -3,26 +3,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 from opendsec.api.errors import Unavailable
 from opendsec.api.images import BuildEvent
 from opendsec.images import chunks, layers, records
-from opendsec.images.build import to_the_end
 from opendsec.images.layers import LayerRecord
+from opendsec.images.process import Progress
 from opendsec.images.records import Damaged
 from opendsec.images.remote import layout
 from opendsec.images.remote.store import RemoteStore, StoreError
 from opendsec.images.store import ImageStore
 
-P = ParamSpec("P")
 T = TypeVar("T")
-Progress = Callable[[BuildEvent], None]
 
 MAX_META_BYTES = 2 << 30
 AT_ONCE = 4  # layers
@@ -50,11 +47,6 @@ async def again_if_damaged(work: Callable[[], Awaitable[T]]) -> T:
         if error.kind != "damaged":
             raise
     return await work()
-
-
-async def in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """In a thread, which has ended when this returns, also on cancellation: it may use what the caller then closes."""
-    return await to_the_end(asyncio.to_thread(call, *args, **kwargs))
 
 
 @contextlib.contextmanager

@@ -22,13 +22,15 @@ from opendsec.images.build import check_config
 from opendsec.images.download import download, each
 from opendsec.images.layers import LayerRecord
 from opendsec.images.origins import Origin
+from opendsec.images.process import Progress
 from opendsec.images.records import Damaged
 from opendsec.images.remote import layout
-from opendsec.images.remote.common import AT_ONCE, Meter, Progress, again_if_damaged, in_thread, layer_record_of, told
+from opendsec.images.remote.common import AT_ONCE, Meter, again_if_damaged, layer_record_of, told
 from opendsec.images.remote.config import Stores
 from opendsec.images.remote.layout import RemoteImage, TraceFile
 from opendsec.images.remote.store import RemoteStore, StoreError
 from opendsec.images.store import MAX_LAYERS, ImageStore
+from opendsec.images.waiting import in_thread
 
 _TRIES = 3
 _BLOCK = 1 << 20

@@ -17,12 +17,14 @@ from opendsec.images import layers, names, records
 from opendsec.images.chunks import ChunkTable
 from opendsec.images.download import download, each
 from opendsec.images.layers import LayerRecord
+from opendsec.images.process import Progress
 from opendsec.images.remote import layout
-from opendsec.images.remote.common import AT_ONCE, Meter, Progress, in_thread, layer_record_of, told
+from opendsec.images.remote.common import AT_ONCE, Meter, layer_record_of, told
 from opendsec.images.remote.config import Stores
 from opendsec.images.remote.layout import RemoteImage, TraceFile
 from opendsec.images.remote.store import RemoteStore, StoreError
 from opendsec.images.store import ImageStore
+from opendsec.images.waiting import in_thread
 
 _ZSTD_LEVEL = 9
 

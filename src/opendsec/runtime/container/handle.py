@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from opendsec.api.errors import SandboxLost, Unavailable
 from opendsec.api.ids import SESSION
 from opendsec.api.sandboxes import Usage
+from opendsec.images.waiting import in_thread, to_the_end
 from opendsec.kernel import cgroups, procfs, syscalls
 from opendsec.kernel.signals import signal_listed
 from opendsec.runtime.backend import Counters, DiskSnapshot, ExecPlan, Exit, FileAccess, Record, Running
 from opendsec.runtime.container import still
 from opendsec.runtime.container.plan import exec_plan, group_name
-from opendsec.runtime.container.still import to_the_end
 from opendsec.runtime.files import SandboxFiles
 from opendsec.runtime.spawn import Spawner, SpawnError
 
@@ -192,11 +192,11 @@ class ContainerHandle:
     async def freeze(self) -> None:
         self._check_alive()
         async with self._still:
-            await to_the_end(asyncio.to_thread(still.freeze, self.group, self.record.limits))
+            await in_thread(still.freeze, self.group, self.record.limits)
 
     async def thaw(self) -> None:
         async with self._still:
-            await to_the_end(asyncio.to_thread(still.thaw, self.group, self.record.limits))
+            await in_thread(still.thaw, self.group, self.record.limits)
 
     async def snapshot_disk(self) -> DiskSnapshot:
         self._check_alive()

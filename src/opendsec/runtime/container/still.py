@@ -12,22 +12,18 @@ again, up to a tenth of a second later: so the limit on CPU is lifted while they
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable
 from pathlib import Path
-from typing import TypeVar
 
 from opendsec.api.errors import SandboxLost, Unavailable
 from opendsec.api.spec import Limits
+from opendsec.images.waiting import in_thread
 from opendsec.kernel import cgroups
 from opendsec.runtime.backend import Record
 from opendsec.runtime.scratch import ScratchDriver, Snapshot
 
 FREEZE_TIMEOUT_S = 5.0
-
-T = TypeVar("T")
 
 
 class DiskSnapshotHeld:
@@ -49,7 +45,7 @@ class DiskSnapshotHeld:
         return self._snapshot.uid_base
 
     async def release(self) -> None:
-        await to_the_end(asyncio.to_thread(self._scratch.drop_snapshot, self._snapshot))
+        await in_thread(self._scratch.drop_snapshot, self._snapshot)
 
 
 def freeze(group: cgroups.Group, limits: Limits) -> None:
@@ -84,19 +80,3 @@ def snapshot_disk(group: cgroups.Group, scratch: ScratchDriver, record: Record) 
     finally:
         thaw(group, record.limits)
     return DiskSnapshotHeld(scratch, snapshot, (time.perf_counter() - begun) * 1000)
-
-
-async def to_the_end(awaitable: Awaitable[T]) -> T:
-    """The result of `awaitable`, which goes on to its end even if we are cancelled; the cancellation is raised after that."""
-    future = asyncio.ensure_future(awaitable)
-    cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.shield(future)
-        except asyncio.CancelledError as error:
-            cancelled = error
-        except Exception:
-            break
-    if cancelled is not None:
-        raise cancelled
-    return future.result()
