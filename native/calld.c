@@ -438,14 +438,12 @@ static int have_envelope(u64 disk_bytes)
 
 /* --- a call ---------------------------------------------------------------------------------------------------------- */
 
-static int null_fd;
-
 /* What the call reads: a pipe that holds it all, or a file. */
 static int make_stdin(const u8 *data, u64 len)
 {
 	int ends[2];
-	if (!len)
-		return (int)SYS3(fcntl, null_fd, 1030 /* F_DUPFD_CLOEXEC */, 3);
+	if (!len) /* opened for this call alone: locks, flags and owners belong to what was opened, and would stay */
+		return (int)SYS4(openat, AT_CWD, "/dev/null", O_RDWR | O_CLOEXEC, 0);
 	if (len <= 65536) {
 		if (SYS2(pipe2, ends, O_CLOEXEC) < 0)
 			return -1;
@@ -680,7 +678,8 @@ static void run(const u8 *body, u32 len, int body_fd)
 		call.ended.n_files = last.n_files;
 		call.ended.files_len = last.files_len;
 		call.ended.problem_len = last.problem_len;
-	}
+	} else if (job->n_outputs && call.ended.flags & STARTED)
+		call.ended.problem_len = (u32)(put(last.problem, "what should have fetched them was ended") - last.problem);
 	u64 peak = reading(MEMORY_PEAK, "");
 	call.ended.peak = peak > memory_before ? peak - memory_before : 0;
 	u64 oom_kills = reading(OOM_KILLS, "oom_kill"), pids_denied = reading(PIDS_DENIED, "max");
@@ -906,6 +905,10 @@ static void read_setup(void)
 	for (; member.n_read_only < n_read_only; member.n_read_only++)
 		member.read_only[member.n_read_only] = take_text(&c);
 	find_masked();
+	/* Terminals can be had all the same. What a call could do to the directory would be there for the next. */
+	long error = SYS5(mount, 0, "/dev/pts", 0, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NOEXEC, 0);
+	if (error)
+		fail("cannot make the directory of terminals read-only", (const u8 *)"", 0);
 	if (n_argv) {
 		if (n_fds != 4)
 			quit(75);
@@ -955,9 +958,8 @@ __attribute__((noreturn, used)) void begin(long *stack)
 	number_of(argv[6], &layers);
 	member.layers = (int)layers;
 	signals = (int)SYS4(signalfd4, -1, &chld, 8, O_CLOEXEC | O_NONBLOCK);
-	null_fd = (int)SYS4(openat, AT_CWD, "/dev/null", O_RDWR | O_CLOEXEC, 0);
 	inbox = map(INBOX, MAP_SHARED_);
-	if (signals < 0 || null_fd < 0 || SYS4(socketpair, 1, 5 | O_CLOEXEC, 0, envelope_socks) < 0)
+	if (signals < 0 || SYS4(socketpair, 1, 5 | O_CLOEXEC, 0, envelope_socks) < 0)
 		quit(71);
 	for (int fd = EDGE; fd <= PIDS_DENIED; fd++)
 		SYS3(fcntl, fd, 2 /* F_SETFD */, 1);

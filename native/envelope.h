@@ -11,7 +11,7 @@
 
 #include "raw.h"
 
-enum { MAX_WORDS = 4096, MAX_MASKED = 32, INBOX = 128 << 10, MAX_OUTPUT_FILES = 1024, PATH_BYTES = 4096, PROBLEM_BYTES = 256 };
+enum { MAX_WORDS = 4096, MAX_MASKED = 32, INBOX = 128 << 10, MAX_OUTPUT_FILES = 1024, MAX_SEEN = 1 << 16, PATH_BYTES = 4096, PROBLEM_BYTES = 256 };
 enum { KIND_PYTHON = 1, KIND_EXEC = 2 };
 enum { GO_BODY = 1, GO_FILES = 2 };
 
@@ -278,6 +278,7 @@ static long put_file(const char *path, const u8 *data, u64 len, int executable)
 static struct {
 	int fd;
 	u64 limit, data;
+	u32 seen; /* names in directories */
 	struct report *report;
 } gathering;
 
@@ -294,42 +295,47 @@ static void complain(const char *path, const char *why)
 	r->problem_len = (u32)(at - r->problem);
 }
 
+/* The rest of the pattern after what stands for this one character, or nothing. */
+static const char *past(const char *pattern, char c)
+{
+	if (*pattern == '[') {
+		const char *p = pattern + 1;
+		int negated = *p == '!' || *p == '^', hit = 0, first = 1;
+		p += negated;
+		for (; *p && (first || *p != ']'); p++, first = 0) {
+			u8 low = (u8)*p, high = low;
+			if (p[1] == '-' && p[2] && p[2] != ']') {
+				high = (u8)p[2];
+				p += 2;
+			}
+			hit |= low <= (u8)c && (u8)c <= high;
+		}
+		if (*p == ']')
+			return hit == negated ? 0 : p + 1;
+	} /* one that is not closed stands for itself */
+	return *pattern == '?' || *pattern == c ? pattern + 1 : 0;
+}
+
+/* No more work than the product of the lengths, whatever the call named its files: only the last star is ever taken back. */
 static int matches(const char *pattern, const char *name)
 {
-	for (; *pattern && *pattern != '/'; pattern++, name++) {
-		if (*pattern == '*') {
-			for (const char *rest = name;; rest++) {
-				if (matches(pattern + 1, rest))
-					return 1;
-				if (!*rest)
-					return 0;
-			}
+	const char *star = 0, *from = 0, *next;
+	for (;;) {
+		while (*pattern == '*') {
+			star = ++pattern;
+			from = name;
 		}
 		if (!*name)
-			return 0;
-		if (*pattern == '[') {
-			const char *p = pattern + 1;
-			int negated = *p == '!' || *p == '^', hit = 0, first = 1;
-			p += negated;
-			for (; *p && (first || *p != ']'); p++, first = 0) {
-				u8 low = (u8)*p, high = low;
-				if (p[1] == '-' && p[2] && p[2] != ']') {
-					high = (u8)p[2];
-					p += 2;
-				}
-				hit |= low <= (u8)*name && (u8)*name <= high;
-			}
-			if (*p == ']') {
-				if (hit == negated)
-					return 0;
-				pattern = p;
-				continue;
-			}
-		} /* one that is not closed stands for itself */
-		if (*pattern != '?' && *pattern != *name)
+			return !*pattern || *pattern == '/';
+		if (*pattern && *pattern != '/' && (next = past(pattern, *name))) {
+			pattern = next;
+			name++;
+		} else if (star) {
+			pattern = star;
+			name = ++from;
+		} else
 			return 0;
 	}
-	return !*name;
 }
 
 static void gather_file(const char *path)
@@ -410,7 +416,8 @@ static void gather(char *path, size_t len, const char *pattern, int depth)
 	}
 	path[len] = 0;
 	u8 buffer[8192] __attribute__((aligned(8)));
-	int fd = (int)SYS4(openat, AT_CWD, len ? path : ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0);
+	struct open_how how = { .flags = O_RDONLY | O_DIRECTORY | O_CLOEXEC, .resolve = RESOLVE_NO_MAGICLINKS | RESOLVE_NO_XDEV };
+	int fd = (int)SYS4(openat2, AT_CWD, len ? path : ".", &how, sizeof(how));
 	long got;
 	if (fd < 0)
 		return;
@@ -418,6 +425,13 @@ static void gather(char *path, size_t len, const char *pattern, int depth)
 		for (long at = 0; at < got;) {
 			struct entry *e = (struct entry *)(buffer + at);
 			at += e->size;
+			/* Links to directories can make a few names endless. */
+			if (gathering.seen++ >= MAX_SEEN)
+				complain(pattern, "too many names to look through");
+			if (gathering.seen > MAX_SEEN || (gathering.report->n_files >= MAX_OUTPUT_FILES && gathering.report->problem_len)) {
+				SYS1(close, fd);
+				return;
+			}
 			if (e->name[0] == '.' && pattern[0] != '.')
 				continue;
 			if (!matches(pattern, e->name))

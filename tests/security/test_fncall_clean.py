@@ -111,6 +111,12 @@ LEFT_BEHIND = {
         "import os\nprint(os.listdir('/dev/pts'))",
         "['ptmx']",
     ),
+    "standard input, which is /dev/null": (
+        "import fcntl, os\nfcntl.flock(0, fcntl.LOCK_EX)\nfcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())\nfcntl.fcntl(0, fcntl.F_SETFL, os.O_NONBLOCK | os.O_APPEND)",
+        "import fcntl, os\nfcntl.flock(open('/dev/null'), fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+        "print(fcntl.fcntl(0, fcntl.F_GETOWN), fcntl.fcntl(0, fcntl.F_GETFL) & (os.O_NONBLOCK | os.O_APPEND))",
+        "0 0",
+    ),
     "memory locked, and much of it": (
         "import ctypes\nx = bytearray(4 << 20)\nctypes.CDLL(None).mlockall(3)\nprint(1)",
         "x = bytearray(100 << 20)\nprint(len(x))",
@@ -126,6 +132,12 @@ AS_ROOT = {
         "import os, stat, subprocess\nd = os.path.dirname(os.__file__)\nprint(len(open('/etc/passwd').read()) > 100, oct(os.stat('/').st_mode), os.stat('/').st_mtime > 9, "
         "os.path.exists('/etc/left'), os.path.exists(d + '/leftcustom.py'), subprocess.check_output(['sh', '-c', \"python3 -c 'import json; print(5)'\"]))",
         "True 0o40755 True False False b'5\\n'",
+    ),
+    "the directory of terminals": (
+        "import os\nfor f in (lambda: os.chmod('/dev/pts/ptmx', 0), lambda: os.chmod('/dev/pts', 0), lambda: os.utime('/dev/pts', (5, 5)), lambda: os.setxattr('/dev/pts', 'user.x', b'1')):\n"
+        "    try: f()\n    except OSError: pass",
+        "import os\nm, s = os.openpty()\nos.write(m, b'x\\n')\nprint(os.read(s, 9), os.ttyname(s)[:9], oct(os.stat('/dev/pts').st_mode), oct(os.stat('/dev/pts/ptmx').st_mode), os.stat('/dev/pts').st_mtime > 9)",
+        "b'x\\n' /dev/pts/ 0o40755 0o20666 True",
     ),
     "kernel settings of its own": (
         "for n in ('shmmax', 'msgmax', 'hostname', 'sem'):\n    try:\n        open('/proc/sys/kernel/' + n, 'w').write('1')\n    except OSError: pass",

@@ -197,6 +197,16 @@ def test_outputs_that_cannot_be_brought_back(member: Calls) -> None:
     assert len(ended.files) == 1024 and ended.files_problem.endswith("one of too many output files")
 
 
+def test_outputs_that_never_end(member: Calls) -> None:
+    """What a call leaves could keep its supervisor busy for hours, and so make the program's fault the platform's."""
+    ended = member.python("import os\nfor i in range(400): os.symlink('.', f'l{i}')", outputs=["*/*/*/*/*"])
+    assert (ended.code, ended.files, ended.spoiled) == (0, {}, "")
+    assert "is not a regular file" in ended.files_problem
+    name = "a" * 255
+    ended = member.python(f"open({name!r}, 'w')", outputs=["*a*a*a*a*a*a*a*a*a*a*b", "*a*a?*[a]*[!b]", "***"])
+    assert (ended.code, list(ended.files), ended.files_problem) == (0, [name], "")
+
+
 def test_a_preload_and_a_warmup(fn_node: FnNode) -> None:
     with fn_node.member(
         preload=["decimal", "sqlite3"], warmup="import decimal\ndecimal.getcontext().prec = 5\nTABLE = list(range(10))\n"
