@@ -7,7 +7,7 @@ Both ends use them: the client before anything is sent, the edge because it beli
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
@@ -274,13 +274,3 @@ def _size(value: int | str, field: str, bounds: tuple[int, int]) -> int:
     if not bounds[0] <= size <= bounds[1]:
         raise InvalidRequest(f"must be from {format_bytes(bounds[0])} to {format_bytes(bounds[1])}; got {str(value)[:40]!r}", field=field)
     return size
-
-
-def memory_bytes(value: int | str, field: str = "memory") -> int:
-    """A size that was checked before."""
-    return parse_bytes(value, field=field)
-
-
-def names(values: Iterable[str]) -> str:
-    """For messages: `a, b, c`."""
-    return ", ".join(sorted(values)) or "none"

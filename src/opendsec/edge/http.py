@@ -27,6 +27,7 @@ Message: TypeAlias = MutableMapping[str, object]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 S = TypeVar("S", bound=msgspec.Struct)
+T = TypeVar("T")
 
 SWALLOW_BYTES = 1 << 20  # of a refused request's body: as much is read to keep the connection, if the client said that it is no more
 LINGER_BYTES = 64 << 20  # as much is read, or for so long, of a body that goes on after its refusal
@@ -185,6 +186,20 @@ class Request:
         """Returns once the client has gone away."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
+
+    async def while_wanted(self, work: Awaitable[T]) -> T:
+        """The result of `work`, or Disconnected once it is cancelled and over because nobody waits for it any more."""
+        working, gone = asyncio.ensure_future(work), asyncio.ensure_future(self.gone())
+        try:
+            await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise Disconnected
+            return working.result()
+        finally:
+            gone.cancel()
+            if not working.done():
+                working.cancel()
+                await asyncio.wait((working,))
 
     def raw(self, name: str) -> bytes | None:
         """A query parameter's bytes."""

@@ -3,10 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable
-from typing import TypeVar
-
 from opendsec.api.exec import (
     TIMEOUT_S,
     Command,
@@ -20,11 +16,10 @@ from opendsec.api.exec import (
     SignalRequest,
 )
 from opendsec.edge.commands import Commands
-from opendsec.edge.http import Disconnected, Handler, Lines, Request
+from opendsec.edge.http import Handler, Lines, Request
 from opendsec.edge.node import Node
 
 OFFSET = (0, 1 << 62)
-T = TypeVar("T")
 
 
 class ExecRoutes:
@@ -71,7 +66,7 @@ class ExecRoutes:
         box, _ = self._commands.table(sandbox_id)
         timeout_s = request.number("timeout_s", TIMEOUT_S)
         with self._node.use(box):
-            return await _unless_gone(request, self._commands.wait(sandbox_id, process_id, timeout_s))
+            return await request.while_wanted(self._commands.wait(sandbox_id, process_id, timeout_s))
 
     async def attach(self, request: Request) -> Lines:
         stdout_offset = request.integer("stdout_offset", OFFSET) or 0
@@ -136,16 +131,3 @@ async def _command(request: Request) -> Command:
     command = await request.json(Command)
     command.check()
     return command
-
-
-async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, or Disconnected as soon as nobody waits for it any more."""
-    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(request.gone())
-    try:
-        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise Disconnected
-        return working.result()
-    finally:
-        gone.cancel()
-        working.cancel()

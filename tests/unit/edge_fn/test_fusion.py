@@ -9,9 +9,10 @@ import json
 import msgspec
 import pytest
 
+from opendsec.api import wire
 from opendsec.api.errors import InvalidRequest, NotFound, QuotaExceeded, Unavailable
 from opendsec.api.fn import FnOutput, FnResult
-from opendsec.edge.fn.fusion import answer, parse, refusal
+from opendsec.edge.fn.fusion import RunCodeRequest, answer, parse, refusal
 
 
 def request(**fields: object) -> bytes:
@@ -19,25 +20,24 @@ def request(**fields: object) -> bytes:
 
 
 def test_a_request_becomes_a_call() -> None:
-    call, compile_limits = parse(
-        request(
-            language="nodejs",
-            stdin="in",
-            run_timeout=3,
-            compile_timeout=4,
-            memory_limit_MB=100,
-            files={"a": base64.b64encode(b"x").decode(), "b": None},
-            fetch_files=["out"],
-            anything_else=1,
-        )
+    body = request(
+        language="nodejs",
+        stdin="in",
+        run_timeout=3,
+        compile_timeout=4,
+        memory_limit_MB=100,
+        files={"a": base64.b64encode(b"x").decode(), "b": None},
+        fetch_files=["out"],
+        anything_else=1,
     )
+    call, compile_limits = parse(wire.decode(body, RunCodeRequest))
     assert (call.source, call.language, call.stdin, call.files, call.outputs) == ("print(1)", "javascript", b"in", {"a": b"x"}, ("out",))
     assert (call.limits.wall_time_s, call.limits.memory) == (3, 100 << 20)
     assert compile_limits.wall_time_s == 4
 
 
 def test_defaults_are_theirs() -> None:
-    call, compile_limits = parse(request(stdin=None, memory_limit_MB=-1))
+    call, compile_limits = parse(wire.decode(request(stdin=None, memory_limit_MB=-1), RunCodeRequest))
     assert (call.limits.wall_time_s, compile_limits.wall_time_s, call.stdin) == (10.0, 10.0, b"")
 
 
@@ -58,7 +58,7 @@ def test_defaults_are_theirs() -> None:
 )
 def test_a_request_that_does_not_fit(body: bytes, field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        parse(body)
+        parse(wire.decode(body, RunCodeRequest))
     assert caught.value.field == field
 
 

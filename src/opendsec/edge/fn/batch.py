@@ -128,7 +128,7 @@ class Batch:
         request = wire.decode(head, MapRequest)
         bounds = check_map(request)
         self._call, self._window = request.call, min(request.window, _most_open(request.call, bounds))
-        target = self._target = self._calls.target_for(request.call, bounds)
+        target = self._target = self._calls.target(request.call, bounds)
         if target.compiled and request.call.source is not None:
             await self._compile_common(target, request.call)
 

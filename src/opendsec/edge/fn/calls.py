@@ -12,10 +12,12 @@ import asyncio
 from collections.abc import Hashable, Mapping
 from functools import partial
 
+import msgspec
+
 from opendsec.api.errors import Denied, InvalidRequest, OpenDSecError, Unavailable
-from opendsec.api.fn import FnCall, FnInput, FnLimits, FnResult, JudgeTask, Language, Reuse
-from opendsec.api.fn_check import Bounds, check_call, check_limits, memory_bytes
-from opendsec.api.units import format_bytes
+from opendsec.api.fn import FnCall, FnInput, FnLimits, FnResult, JudgeTask, Language
+from opendsec.api.fn_check import Bounds, check_limits
+from opendsec.api.units import format_bytes, parse_bytes
 from opendsec.edge.fn import languages as definitions
 from opendsec.edge.fn.holding import Call, Done
 from opendsec.edge.fn.languages import Languages
@@ -34,8 +36,14 @@ class Target:
 
     def __init__(self, pool: LivePool, language: Language | None, tenant: str, fresh: bool, bounds: Bounds) -> None:
         self.pool, self.language, self.tenant, self.fresh, self.bounds = pool, language, tenant, fresh, bounds
-        overhead = 0 if language is None else memory_bytes(language.memory_overhead)
-        self.job_limits = job_limits(bounds, overhead)
+        self.job_limits = JobLimits(
+            cpu_time_s=bounds.cpu_time_s,
+            wall_time_s=bounds.wall_time_s,
+            memory_bytes=bounds.memory_bytes + overhead_bytes(language),
+            output_bytes=bounds.output_bytes,
+            pids=bounds.pids,
+            disk_bytes=bounds.disk_bytes,
+        )
         pool.users.add(self)
 
     def with_bounds(self, bounds: Bounds) -> Target:
@@ -50,23 +58,17 @@ class Target:
         return self.language is not None and bool(self.language.compile)
 
 
-def job_limits(bounds: Bounds, overhead_bytes: int = 0) -> JobLimits:
-    return JobLimits(
-        cpu_time_s=bounds.cpu_time_s,
-        wall_time_s=bounds.wall_time_s,
-        memory_bytes=bounds.memory_bytes + overhead_bytes,
-        output_bytes=bounds.output_bytes,
-        pids=bounds.pids,
-        disk_bytes=bounds.disk_bytes,
-    )
+def overhead_bytes(language: Language | None) -> int:
+    return 0 if language is None else parse_bytes(language.memory_overhead, field="memory_overhead")
 
 
-def check_fits(pool: LivePool, bounds: Bounds, language: Language | None, field: str = "limits.memory") -> None:
+def check_fits(pool: LivePool, bounds: Bounds, language: Language | None) -> None:
     """Raises InvalidRequest if no member of the pool could ever give a call so much."""
-    needed = bounds.memory_bytes + (0 if language is None else memory_bytes(language.memory_overhead))
+    needed = bounds.memory_bytes + overhead_bytes(language)
     if needed > pool.memory_bytes:
         raise InvalidRequest(
-            f"members of pool {pool.spec.name!r} have {format_bytes(pool.memory_bytes)}, the call needs {format_bytes(needed)}", field=field
+            f"members of pool {pool.spec.name!r} have {format_bytes(pool.memory_bytes)}, the call needs {format_bytes(needed)}",
+            field="limits.memory",
         )
 
 
@@ -78,64 +80,39 @@ class Calls:
 
     # --- where ------------------------------------------------------------------------------------------------------------
 
-    def target(
-        self, *, language: str, needs_python: bool, pool: str, image: str, tenant: str, reuse: Reuse | None, bounds: Bounds, source: bool
-    ) -> Target:
-        """Where such calls run. `needs_python`: in a warm interpreter and no other way. Raises what the request did wrong."""
+    def target(self, call: FnCall, bounds: Bounds) -> Target:
+        """Where calls like this one, which was checked, run. Raises what the request did wrong."""
         if self.pools.node.phase != "ready":
             raise Unavailable(f"this edge is {self.pools.node.phase} and takes no new calls")
-        definition = self.languages.get(language)
+        definition = self.languages.get(call.language)
+        source = call.argv is None and call.function is None
         used = definition if source else None
-        if pool:
-            live = self.pools.get(pool)
-            if live.spec.tenant and live.spec.tenant != tenant:
-                raise Denied(f"pool {pool!r} belongs to another tenant", field="pool")
-            if live.spec.reuse == "never" and reuse == "fork":
-                raise InvalidRequest(f"pool {pool!r} uses each member once: a call may ask for more than that, not for less", field="reuse")
-            if needs_python and not live.spec.python:
-                raise InvalidRequest(f"pool {pool!r} keeps no interpreter warm (its `python` is empty)", field="pool")
+        if call.pool:
+            live = self.pools.get(call.pool)
+            if live.spec.tenant and live.spec.tenant != call.tenant:
+                raise Denied(f"pool {call.pool!r} belongs to another tenant", field="pool")
+            if live.spec.reuse == "never" and call.reuse == "fork":
+                raise InvalidRequest(
+                    f"pool {call.pool!r} uses each member once: a call may ask for more than that, not for less", field="reuse"
+                )
+            if call.function is not None and not live.spec.python:
+                raise InvalidRequest(f"pool {call.pool!r} keeps no interpreter warm (its `python` is empty)", field="pool")
             check_fits(live, bounds, used)
         else:
-            warm = needs_python or (source and definition.warm)
-            needed = bounds.memory_bytes + (0 if used is None else memory_bytes(used.memory_overhead))
-            live = self.pools.for_call(image or definition.image, PYTHON if warm else "", needed)
-        return Target(live, used, tenant, reuse == "never", bounds)
+            warm = call.function is not None or (source and definition.warm)
+            live = self.pools.for_call(call.image or definition.image, PYTHON if warm else "", bounds.memory_bytes + overhead_bytes(used))
+        return Target(live, used, call.tenant, call.reuse == "never", bounds)
 
-    def target_of(self, call: FnCall) -> Target:
-        bounds = check_call(call)
-        return self.target_for(call, bounds)
-
-    def target_for(self, call: FnCall, bounds: Bounds) -> Target:
-        """For a call that was checked."""
-        return self.target(
-            language=call.language,
-            needs_python=call.function is not None,
-            pool=call.pool,
-            image=call.image,
-            tenant=call.tenant,
-            reuse=call.reuse,
-            bounds=bounds,
-            source=call.argv is None and call.function is None,
-        )
-
-    def compile_target(self, target: Target, bounds: Bounds, image: str = "") -> Target:
+    def compile_target(self, target: Target, bounds: Bounds) -> Target:
         """Where the program is compiled: with the call, but not where a device would idle meanwhile."""
         assert target.language is not None
-        pool, spec = target.pool, target.pool.spec
+        pool, spec, overhead = target.pool, target.pool.spec, overhead_bytes(target.language)
         if pool.implicit or spec.device != "none":
-            overhead = memory_bytes(target.language.memory_overhead)
             live = self.pools.for_call(spec.image, spec.python if pool.implicit else "", bounds.memory_bytes + overhead)
             return Target(live, target.language, target.tenant, target.fresh, bounds)
-        most = pool.memory_bytes - memory_bytes(target.language.memory_overhead)
+        most = max(pool.memory_bytes - overhead, 0)
         if bounds.memory_bytes > most:  # the pool's size is the tighter limit
-            bounds = Bounds(
-                cpu_time_s=bounds.cpu_time_s,
-                wall_time_s=bounds.wall_time_s,
-                memory_bytes=max(most, 0),
-                output_bytes=bounds.output_bytes,
-                pids=bounds.pids,
-                disk_bytes=bounds.disk_bytes,
-            )
+            bounds = msgspec.structs.replace(bounds, memory_bytes=most)
         return Target(pool, target.language, target.tenant, target.fresh, bounds)
 
     # --- what -------------------------------------------------------------------------------------------------------------

@@ -9,13 +9,11 @@ sides by value, all others as they are; `inf` and `nan` are words.
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 from opendsec.api.fn import Checker
 
-LARGE_BYTES = 256 << 10  # more than this is compared in a worker thread
+LARGE_BYTES = 256 << 10  # of both: more is to be compared in a worker thread
 SHOWN = 60
-NEWLINE = b"\n"
 
 
 def check(checker: Checker, expected: bytes, output: bytes) -> str:
@@ -37,17 +35,13 @@ def check(checker: Checker, expected: bytes, output: bytes) -> str:
     return ""
 
 
-def size(expected: bytes, output: bytes) -> Literal["small", "large"]:
-    return "large" if len(expected) + len(output) > LARGE_BYTES else "small"
-
-
 def _exact(expected: bytes, output: bytes) -> str:
     same = next((i for i, (a, b) in enumerate(zip(expected, output, strict=False)) if a != b), min(len(expected), len(output)))
     line = output.count(b"\n", 0, same) + 1
     if same == len(output):
         return f"it ends too early, in line {line}"
-    start = output.rfind(b"\n", 0, same) + 1
-    return f"line {line} is wrong: {_shown(output[start:].split(NEWLINE, 1)[0])}"
+    wrong = output[output.rfind(b"\n", 0, same) + 1 :].split(b"\n", 1)[0]
+    return f"line {line} is wrong: {_shown(wrong)}"
 
 
 def _shown(data: bytes) -> str:

@@ -14,7 +14,6 @@ import binascii
 
 import msgspec
 
-from opendsec.api import wire
 from opendsec.api.errors import CallerError, InvalidRequest, OpenDSecError
 from opendsec.api.fn import FnCall, FnLimits, FnResult
 from opendsec.api.spec import MIB, check_number
@@ -54,9 +53,8 @@ class RunCodeResponse(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, str] = {}
 
 
-def parse(body: bytes) -> tuple[FnCall, FnLimits]:
+def parse(request: RunCodeRequest) -> tuple[FnCall, FnLimits]:
     """The call, and the limits of its compilation. Raises InvalidRequest."""
-    request = wire.decode(body, RunCodeRequest)
     check_number(request.run_timeout, "run_timeout", TIMEOUT_S)
     check_number(request.compile_timeout, "compile_timeout", TIMEOUT_S)
     check_number(request.memory_limit_MB, "memory_limit_MB", (-1, 1 << 20))

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 import msgspec
 
 from opendsec.api.errors import OpenDSecError
-from opendsec.api.fn import FnOutcome, FnResult, JudgeResult, JudgeTask, Test, TestResult
-from opendsec.api.fn_check import Bounds, check_limits, check_task
+from opendsec.api.fn import FnCall, FnOutcome, FnResult, JudgeResult, JudgeTask, Test, TestResult
+from opendsec.api.fn_check import check_limits, check_task
 from opendsec.edge.fn import checkers, outcome
 from opendsec.edge.fn.calls import Calls, Target, compile_bounds, program
 from opendsec.edge.fn.compiled import Compiler
@@ -27,28 +27,14 @@ AT_ONCE = 32  # tests of one task in the pool's queue
 SAID = 200  # characters of a checker's own words
 
 
-class Judge:
-    """Judges for one edge."""
-
-    def __init__(self, calls: Calls, compiler: Compiler) -> None:
-        self._calls, self._compiler = calls, compiler
-
-    async def judge(self, task: JudgeTask) -> JudgeResult:
-        """Raises what is wrong with the task; what is wrong with the program is its result."""
-        return await _Run(self._calls, self._compiler, task).run()
-
-    def check(self, task: JudgeTask) -> None:
-        """What is wrong with the task, before anything is done."""
-        _Run(self._calls, self._compiler, task)
-
-
-class _Run:
-    """One task."""
+class Judging:
+    """One task. What is wrong with it is raised at once; what is wrong with the program is its result."""
 
     def __init__(self, calls: Calls, compiler: Compiler, task: JudgeTask) -> None:
         self._calls, self._compiler, self._task = calls, compiler, task
         bounds = check_task(task)
-        self._target = self._where(task.language, task.pool, task.image, task.tenant, bounds)
+        call = FnCall(source=task.source, language=task.language, pool=task.pool, image=task.image, reuse=task.reuse, tenant=task.tenant)
+        self._target = calls.target(call, bounds)
         self._targets = [
             self._target if test.limits is None else self._target.with_bounds(check_limits(test.limits, f"tests[{index}].limits"))
             for index, test in enumerate(task.tests)
@@ -59,20 +45,11 @@ class _Run:
             limits = check_limits(task.checker.limits, "checker.limits")
             # An image that was chosen for the program serves a checker in the same language, too.
             own = self._target.pool.spec.image if task.pool and task.checker.language == task.language else task.image
-            self._checker = self._where(task.checker.language, "", own, _checker_tenant(task.tenant), limits)
+            checking = FnCall(
+                source=task.checker.source, language=task.checker.language, image=own, reuse=task.reuse, tenant=_checker_tenant(task.tenant)
+            )
+            self._checker = calls.target(checking, limits)
         self._artifacts: Mapping[str, bytes] | None = None
-
-    def _where(self, language: str, pool: str, image: str, tenant: str, bounds: Bounds) -> Target:
-        return self._calls.target(
-            language=language,
-            needs_python=False,
-            pool=pool,
-            image=image,
-            tenant=tenant,
-            reuse=self._task.reuse,
-            bounds=bounds,
-            source=True,
-        )
 
     async def run(self) -> JudgeResult:
         task = self._task
@@ -96,7 +73,7 @@ class _Run:
             self._checker_artifacts = built.artifacts
         results = await self._tests()
         passed = sum(result.outcome == "ok" for result in results)
-        first = next((result for result in results if result.outcome not in ("ok",)), None)
+        first = next((result for result in results if result.outcome != "ok"), None)
         return JudgeResult(
             outcome="ok" if first is None else first.outcome,
             id=task.id,
@@ -165,7 +142,7 @@ class _Run:
             return await self._check_by_program(test, output)
         if test.expected is None:
             return "ok", ""
-        if checkers.size(test.expected, output) == "large":
+        if len(test.expected) + len(output) > checkers.LARGE_BYTES:
             wrong = await asyncio.to_thread(checkers.check, checker, test.expected, output)
         else:
             wrong = checkers.check(checker, test.expected, output)

@@ -15,7 +15,7 @@ import msgspec
 
 from opendsec.api.errors import Conflict, NotFound, Unavailable, Unsupported
 from opendsec.api.fn import PoolInfo, PoolList, PoolResize, PoolSpec
-from opendsec.api.fn_check import check_pool, check_resize, memory_bytes
+from opendsec.api.fn_check import check_pool, check_resize
 from opendsec.api.spec import MIB
 from opendsec.edge import admission
 from opendsec.edge.fn import events
@@ -204,7 +204,7 @@ class Pools:
                     del self.implicit[old]
             name = f"~{image}{'+python' if python else ''}-{size // MIB}"
             spec = PoolSpec(name=name, image=image, size=0, max=self._members, python=python, memory=size, idle_s=self._idle_s)
-            pool = LivePool(self, spec, memory_bytes(size), implicit=True)
+            pool = LivePool(self, spec, size, implicit=True)
             admission.check_one(pool.limits, self.node.policy)
             self.implicit[key] = pool
         return pool

@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
 from opendsec.api import wire
-from opendsec.api.errors import InvalidRequest, OpenDSecError, Unsupported
+from opendsec.api.errors import OpenDSecError, Unsupported
 from opendsec.api.fn import FnCall, FnResult, JudgeResult, JudgeTask, LanguageList, PoolInfo, PoolList, PoolResize, PoolSpec
+from opendsec.api.fn_check import Bounds, check_call
 from opendsec.api.ids import check_action_id
 from opendsec.api.sandboxes import Capability
 from opendsec.edge.actions import Action, request_digest
@@ -22,11 +21,8 @@ from opendsec.edge.fn.calls import Calls, compile_bounds
 from opendsec.edge.fn.compiled import Compiler, refused
 from opendsec.edge.fn.parts import NAME, FnParts
 from opendsec.edge.fn.pools import Pools
-from opendsec.edge.http import Answer, Disconnected, Duplex, Handler, Raw, Request
+from opendsec.edge.http import Answer, Duplex, Handler, Request
 from opendsec.edge.node import Node
-
-RUN_CODE_BYTES = wire.MAX_BODY_BYTES
-T = TypeVar("T")
 
 
 class Functions:
@@ -39,7 +35,6 @@ class Functions:
             self.pools = Pools(node, parts.backend, devices=parts.devices, members=parts.members)
             self.calls = Calls(self.pools, parts.languages)
             self.compiler = Compiler(self.calls, state_dir / "fn" / "compiled", parts.cache_bytes, node.log)
-            self.judge = judge.Judge(self.calls, self.compiler)
 
     def capabilities(self) -> dict[str, tuple[Capability, ...]]:
         if self.parts is None:
@@ -73,52 +68,42 @@ class Functions:
         )
 
     async def _call(self, call: FnCall, action: Action[FnResult]) -> FnResult:
-        target = self.calls.target_of(call)
-        caller = ("single", call.tenant)
-        compiled = None
-        if target.compiled:
-            assert call.source is not None
-            compiled = await self.compiler.compile(target, call.source, call.files, compile_bounds(), caller=caller)
-            if compiled.result.outcome != "ok":
-                action.begin()
-                return refused(compiled)
-        job = self.calls.job(call, target, artifacts=None if compiled is None else compiled.artifacts)
-        action.begin()
-        result = await self.calls.run(target, job, caller=caller, once=call.action_id is not None)
-        if compiled is not None:
-            result = msgspec.structs.replace(result, compile=compiled.result)
+        result = await self._run(call, compile_bounds(), action.begin, once=call.action_id is not None)
         if action.action_id is not None and (kept := outcome.recorded(result)) is not None:
             action.end(kept, self.node.clock.time())
         return result
 
-    async def run_code(self, body: bytes) -> fusion.RunCodeResponse:
-        call, compile_limits = fusion.parse(body)
-        pod = self.node.edge_id
+    async def run_code(self, request: fusion.RunCodeRequest) -> fusion.RunCodeResponse:
+        call, compile_limits = fusion.parse(request)
         try:
-            target = self.calls.target_of(call)
-            compiled = None
-            if target.compiled:
-                assert call.source is not None
-                bounds = compile_bounds(compile_limits)
-                compiled = await self.compiler.compile(target, call.source, call.files, bounds, caller=("single", ""))
-                if compiled.result.outcome != "ok":
-                    return fusion.answer(refused(compiled), pod)
-            job = self.calls.job(call, target, artifacts=None if compiled is None else compiled.artifacts)
-            result = await self.calls.run(target, job, caller=("single", ""))
+            return fusion.answer(await self._run(call, compile_bounds(compile_limits)), self.node.edge_id)
         except OpenDSecError as error:
-            return fusion.refusal(error, pod)
-        if compiled is not None:
-            result = msgspec.structs.replace(result, compile=compiled.result)
-        return fusion.answer(result, pod)
+            return fusion.refusal(error, self.node.edge_id)
+
+    async def _run(self, call: FnCall, bounds: Bounds, begin: Callable[[], None] = lambda: None, *, once: bool = False) -> FnResult:
+        """Compile it within `bounds` if need be, then run it. `begin`: what was wrong with the call has been found."""
+        target = self.calls.target(call, check_call(call))
+        caller = ("single", call.tenant)
+        compiled = None
+        if target.compiled:
+            assert call.source is not None
+            compiled = await self.compiler.compile(target, call.source, call.files, bounds, caller=caller)
+            if compiled.result.outcome != "ok":
+                begin()
+                return refused(compiled)
+        job = self.calls.job(call, target, artifacts=None if compiled is None else compiled.artifacts)
+        begin()
+        result = await self.calls.run(target, job, caller=caller, once=once)
+        return result if compiled is None else msgspec.structs.replace(result, compile=compiled.result)
 
     async def judged(self, task: JudgeTask) -> JudgeResult:
         if task.action_id is not None:
             check_action_id(task.action_id)
 
         async def work(action: Action[JudgeResult]) -> JudgeResult:
-            self.judge.check(task)
+            judging = judge.Judging(self.calls, self.compiler, task)
             action.begin()
-            result = await self.judge.judge(task)
+            result = await judging.run()
             if action.action_id is not None and (kept := judge.recorded(result)) is not None:
                 action.end(kept, self.node.clock.time())
             return result
@@ -149,7 +134,7 @@ class FnRoutes:
     async def call(self, request: Request) -> FnResult:
         self._fn.needed()
         call = await request.json(FnCall)
-        return await _while_wanted(request, self._fn.call(call))
+        return await request.while_wanted(self._fn.call(call))
 
     async def map(self, request: Request) -> Answer:
         self._fn.needed()
@@ -160,7 +145,7 @@ class FnRoutes:
     async def judge(self, request: Request) -> JudgeResult:
         self._fn.needed()
         task = await request.json(JudgeTask)
-        return await _while_wanted(request, self._fn.judged(task))
+        return await request.while_wanted(self._fn.judged(task))
 
     async def languages(self, request: Request) -> LanguageList:
         self._fn.needed()
@@ -193,32 +178,7 @@ class FnRoutes:
         await request.no_body()
         return await self._fn.needed().remove(request.params[0], request.intent.begin)
 
-    async def run_code(self, request: Request) -> Raw:
+    async def run_code(self, request: Request) -> fusion.RunCodeResponse:
         self._fn.needed()
-        parts, size = [], 0
-        async for chunk in request.chunks():
-            size += len(chunk)
-            if size > RUN_CODE_BYTES:
-                raise InvalidRequest(f"must be at most {RUN_CODE_BYTES} bytes", field="body")
-            parts.append(chunk)
-        answer = wire.encode(await _while_wanted(request, self._fn.run_code(b"".join(parts))))
-
-        async def chunks() -> AsyncGenerator[bytes, None]:
-            yield answer
-
-        return Raw(chunks(), len(answer), lambda: None, content_type=b"application/json")
-
-
-async def _while_wanted(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is killed when nobody waits for it any more."""
-    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(request.gone())
-    try:
-        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise Disconnected
-        return working.result()
-    finally:
-        gone.cancel()
-        if not working.done():
-            working.cancel()
-            await asyncio.wait((working,))
+        wanted = await request.json(fusion.RunCodeRequest)
+        return await request.while_wanted(self._fn.run_code(wanted))
