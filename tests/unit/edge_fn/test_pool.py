@@ -52,7 +52,7 @@ class World:
         self.timer: float | None = None
         self.empty = False
         self._calls = 0
-        self._take(self.pool.begin(0.0))
+        self._take(self.pool.handle(Ticked(0.0)))
 
     def _take(self, instructions: list[Instruction]) -> None:
         for one in instructions:

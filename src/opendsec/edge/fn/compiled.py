@@ -2,9 +2,8 @@
 """Programs compiled once: results of compilers by the content of all that went in, in memory and in files.
 
 What goes in: the source, the files beside it, the language's definition, the digests of the image's layers, the limits, and whether the
-member that compiles may have served others. Only what will be
-the same again is kept: a success, and a refusal by the compiler itself; never what a limit or the machine did. Requests for the same
-program wait for the one that compiles it.
+member that compiles may have served others. Only what will be the same again is kept: a success, and a refusal by the compiler itself;
+never what a limit or the machine did. Requests for the same program wait for the one that compiles it.
 
 A file, `<key>.bin`: magic, format version, SHA-256 of the rest, the rest as MessagePack. One that does not fit is removed and its
 program compiled anew. The least recently used go first beyond `max_bytes`; a file's time of change is that of its last use.
@@ -56,7 +55,6 @@ class Compiler:
         self._memory_bytes = 0
         self._under_way: dict[str, asyncio.Task[Compiled]] = {}
         self._writing = asyncio.Lock()
-        self.hits = self.misses = 0
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     async def compile(self, target: Target, source: str, files: Mapping[str, bytes], bounds: Bounds, *, caller: Hashable) -> Compiled:
@@ -68,12 +66,10 @@ class Compiler:
         while (running := self._under_way.get(key)) is not None:
             await asyncio.wait((running,))
             if not running.cancelled() and running.exception() is None:
-                self.hits += 1
                 return running.result()
         known = self._memory.get(key)
         if known is not None:
             self._memory.move_to_end(key)
-            self.hits += 1
             return known
         task = self._under_way[key] = asyncio.ensure_future(self._make(key, place, source, files, caller))
         # Before those who wait for it go on: of one that failed the next in line makes another.
@@ -83,10 +79,8 @@ class Compiler:
     async def _make(self, key: str, place: Target, source: str, files: Mapping[str, bytes], caller: Hashable) -> Compiled:
         kept = await asyncio.to_thread(self._load, key)
         if kept is not None:
-            self.hits += 1
             self._remember(key, kept)
             return kept
-        self.misses += 1
         language = place.language
         assert language is not None
         job = Job(
@@ -126,7 +120,8 @@ class Compiler:
             head, body = data[:_HEAD], data[_HEAD:]
             if head[:4] != MAGIC or int.from_bytes(head[4:8], "little") != VERSION or hashlib.sha256(body).digest() != head[8:]:
                 raise ValueError("its head does not fit")
-            compiled = msgspec.msgpack.decode(body, type=_Stored).compiled()
+            result, artifacts = msgspec.msgpack.decode(body, type=tuple[bytes, dict[str, bytes]])
+            compiled = Compiled(msgspec.json.decode(result, type=FnResult), artifacts)
             os.utime(path)
         except (ValueError, OSError) as error:
             self._log.warning("fn.compiled_damaged", file=path.name, reason=str(error))
@@ -135,7 +130,8 @@ class Compiler:
         return compiled
 
     def _store(self, key: str, compiled: Compiled) -> None:
-        body = msgspec.msgpack.encode(_Stored.of(compiled))
+        # The result as JSON: its value is some, as it came.
+        body = msgspec.msgpack.encode((msgspec.json.encode(compiled.result), compiled.artifacts))
         temporary = self._directory / f".{key}.{secrets.token_hex(4)}"
         try:
             with open(temporary, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
@@ -156,20 +152,6 @@ class Compiler:
             total -= stat.st_size
 
 
-class _Stored(msgspec.Struct, frozen=True, array_like=True):
-    """A result without its raw JSON, which no compiler has."""
-
-    result: bytes
-    artifacts: dict[str, bytes]
-
-    @classmethod
-    def of(cls, compiled: Compiled) -> _Stored:
-        return cls(msgspec.json.encode(compiled.result), compiled.artifacts)
-
-    def compiled(self) -> Compiled:
-        return Compiled(msgspec.json.decode(self.result, type=FnResult), self.artifacts)
-
-
 def _key(place: Target, source: str, files: Mapping[str, bytes], layers: tuple[str, ...]) -> str:
     # Who wants members that served nobody wants no program from one that did.
     alone = place.fresh or place.pool.spec.reuse == "never"
@@ -187,7 +169,7 @@ def _judge(result: FnResult, wanted: tuple[str, ...]) -> Compiled:
         return Compiled(bare, artifacts)
     if result.outcome in ("platform_error", "cancelled"):
         return Compiled(bare, {})
-    message = result.message or ""
+    message = result.message
     if result.outcome == "ok":
         message = f"the compiler ended well but left no {' or '.join(wanted)}" + (f"; {message}" if message else "")
     elif result.outcome != "runtime_error":

@@ -20,7 +20,6 @@ from opendsec.api.spec import MIB, Container, check_env
 from opendsec.api.units import parse_bytes
 
 BUILTIN = Path(__file__).parent / "languages"
-BUILTIN_NAMES = ("bash", "c", "cpp", "go", "java", "javascript", "python", "rust")
 
 
 class Languages:
@@ -29,20 +28,18 @@ class Languages:
     def __init__(self, languages: Mapping[str, Language]) -> None:
         self.all = dict(languages)
 
-    def get(self, name: str, field: str = "language") -> Language:
+    def get(self, name: str) -> Language:
         """Raises InvalidRequest."""
         found = self.all.get(name)
         if found is None:
-            raise InvalidRequest(f"must be one of {', '.join(sorted(self.all))}; got {name[:40]!r}", field=field)
+            raise InvalidRequest(f"must be one of {', '.join(sorted(self.all))}; got {name[:40]!r}", field="language")
         return found
 
 
 def load(operators: Path | None = None, images: str = "") -> Languages:
     """Read all definitions. Raises ValueError naming the file and the rule."""
-    found = {name: _read(BUILTIN / f"{name}.toml") for name in BUILTIN_NAMES}
-    if operators is not None:
-        for path in sorted(operators.glob("*.toml")):
-            found[path.stem] = _read(path)
+    folders = (BUILTIN,) if operators is None else (BUILTIN, operators)
+    found = {path.stem: _read(path) for folder in folders for path in sorted(folder.glob("*.toml"))}
     instead = parse_images(images)
     if unknown := sorted(set(instead) - set(found) - {"*"}):
         raise ValueError(f"no language is called {unknown[0]!r}")

@@ -69,7 +69,6 @@ class Slot(msgspec.Struct):
     idle_at: float = 0.0
     started_at: float = 0.0
     retire: bool = False  # after the call that it serves
-    call: int = 0
 
 
 class Line:
@@ -117,10 +116,6 @@ class Pool:
             return "failing"
         ready = self.living - self.starting if self.shape.reuse == "fork" else self.idle
         return "filling" if ready < self.shape.size else "ready"
-
-    def begin(self, at: float) -> list[Instruction]:
-        """The first instructions of a new pool."""
-        return self.handle(Ticked(at))
 
     def handle(self, event: Event) -> list[Instruction]:
         """What is to be done now. An event that comes too late changes nothing."""
@@ -194,8 +189,7 @@ class Pool:
             del self._lines[line.key]
 
     def _assign(self, slot: Slot, call: int, tenant: str, fresh: bool, *, cold: bool) -> None:
-        slot.phase, slot.call = "busy", call
-        slot.tenant = tenant
+        slot.phase, slot.tenant = "busy", tenant
         if fresh or self.shape.reuse == "never":
             slot.retire = True
         self.busy += 1
@@ -224,7 +218,6 @@ class Pool:
             return
         self.busy -= 1
         slot.calls += 1
-        slot.call = 0
         if lost:
             self.lost += 1
             self.message = lost
