@@ -462,15 +462,10 @@ static int make_stdin(const u8 *data, u64 len)
 	return fd;
 }
 
-struct dispatch {
-	u32 flags, len;
-	u64 cpu_us, value_bytes;
-};
-
 /* Have the interpreter fork into the envelope. */
 static void dispatch(int *stdio, int value_fd, const u8 *payload, u32 len)
 {
-	struct dispatch head = { (value_fd >= 0) * 1, len, call.job.cpu_us, call.job.value_bytes };
+	struct dispatch head = { value_fd >= 0 ? HAS_VALUE : 0, len, call.job.cpu_us, call.job.value_bytes };
 	struct iov iov[2] = { { &head, sizeof(head) }, { payload, len } };
 	int fds[MAX_PASSED], n = 4, body = -1;
 	int pidfd = (int)SYS2(pidfd_open, env.pid, 0);
@@ -484,7 +479,7 @@ static void dispatch(int *stdio, int value_fd, const u8 *payload, u32 len)
 		if (body < 0 || write_all(body, payload, len) || SYS3(lseek, body, 0, 0))
 			call.reason = "no memory for the call's text";
 		fds[n++] = body;
-		head.flags |= 2;
+		head.flags |= HAS_BODY;
 		head.len = 0;
 	}
 	call.started_us = now_us();
@@ -691,6 +686,7 @@ static void run(const u8 *body, u32 len, int body_fd)
 	pids_denied_before = pids_denied;
 done:;
 	u8 *files = 0, *value = 0;
+	u64 value_len = 0; /* as mapped */
 	if (call.ended.files_len) {
 		files = (u8 *)SYS6(mmap, 0, call.ended.files_len, 1, MAP_SHARED_, files_fd, 0);
 		if ((long)files < 0 && (long)files > -4096)
@@ -701,7 +697,8 @@ done:;
 		u32 kind_len[2] = { 0, 0 };
 		SYS4(pread64, value_fd, kind_len, 8, 0);
 		if (kind_len[0] && kind_len[1] <= job->value_bytes - 8) {
-			value = (u8 *)SYS6(mmap, 0, 8 + (u64)kind_len[1], 1, MAP_SHARED_, value_fd, 0);
+			value_len = 8 + (u64)kind_len[1];
+			value = (u8 *)SYS6(mmap, 0, value_len, 1, MAP_SHARED_, value_fd, 0);
 			if ((long)value < 0 && (long)value > -4096)
 				quit(72);
 			if (kind_len[0] == 1) {
@@ -740,7 +737,7 @@ done:;
 	if (files)
 		SYS2(munmap, files, call.ended.files_len);
 	if (value)
-		SYS2(munmap, value, 8 + (call.ended.value_len ? call.ended.value_len : call.ended.reason_len));
+		SYS2(munmap, value, value_len);
 	for (int i = 0; i < 2; i++)
 		if (call.out[i].fd >= 0)
 			SYS1(close, call.out[i].fd);
@@ -891,7 +888,7 @@ static void read_setup(void)
 	member.zygote_filter_len = take_u32(&c);
 	member.cores = take_u32(&c);
 	cpu_is_v1 = (int)take_u32(&c);
-	u64 disk_bytes = take_u64(&c), patience_us = take_u64(&c), first_disk = take_u64(&c);
+	u64 disk_bytes = take_u64(&c), patience_us = take_u64(&c);
 	if (n_argv > MAX_WORDS || n_env > MAX_WORDS || n_masked > MAX_MASKED || n_read_only > MAX_MASKED || !member.cores)
 		quit(75);
 	member.call_filter = take(&c, member.call_filter_len);
@@ -923,7 +920,7 @@ static void read_setup(void)
 	if (SYS3(setresgid, 0, 0, 0) < 0 || SYS3(setresuid, 0, 0, 0) < 0)
 		fail("cannot become root of the calls' user namespace", (const u8 *)"", 0);
 	SYS5(prctl, PR_SET_DUMPABLE, 0, 0, 0, 0);
-	make_envelope(first_disk);
+	make_envelope(disk_bytes);
 	await_report(now_us() + STEP_US);
 	if (!env.rooted || env.report.error) {
 		const char *why = explain("cannot make a call's file system", env.report.error);

@@ -13,11 +13,11 @@
  * The interpreter has no capabilities. It is let into the call's user namespace because it has the uid that owns it; for as long as the
  * code below takes, the copy has all capabilities in there, and then none, for good.
  *
- * No C library is linked, so this works with any. Messages: see calld.c, `dispatch`.
+ * No C library is linked, so this works with any.
  */
 #include "raw.h"
 
-enum { JOINED = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS, BUFFER = 128 << 10, HAS_VALUE = 1, HAS_BODY = 2 };
+enum { JOINED = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS, BUFFER = 128 << 10 };
 
 struct forkin_call {
 	const u8 *body; /* in the buffer */
@@ -26,11 +26,6 @@ struct forkin_call {
 	u8 *value;
 	u64 value_len;
 	int problem;
-};
-
-struct dispatch {
-	u32 flags, len;
-	u64 cpu_us, value_bytes;
 };
 
 static u8 buffer[BUFFER];

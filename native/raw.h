@@ -115,6 +115,15 @@ struct passed {
 	int fds[MAX_PASSED];
 };
 
+/* What a member's supervisor tells its interpreter of a call (`dispatch` of calld.c, forkin.c); then the call's text, if it is short.
+ * Descriptors: the envelope's process 1, three for input and output, the value's page, the text. */
+enum { HAS_VALUE = 1, HAS_BODY = 2 };
+
+struct dispatch {
+	u32 flags, len;
+	u64 cpu_us, value_bytes;
+};
+
 /* The compiler may call these by itself. */
 void *memcpy(void *to, const void *from, size_t len);
 void *memset(void *to, int byte, size_t len);

@@ -31,7 +31,7 @@ for program in "${!PACKAGES[@]}"; do
 done
 python=$(find_python) || wanted+=(python3 python3-venv)
 
-want=$(cat pyproject.toml hatch_build.py tools/setup.sh native/*.c 2>/dev/null | sha256sum)
+want=$(cat pyproject.toml hatch_build.py tools/setup.sh native/* 2>/dev/null | sha256sum)
 stamp=.venv/.opendsec-setup
 if [ ${#wanted[@]} = 0 ] && [ -x .venv/bin/python ] && [ "$(cat $stamp 2>/dev/null)" = "$want" ] && [ -d src/opendsec/_native ]; then
     exit 0

@@ -28,8 +28,7 @@ FORKIN = NATIVE / "dsec-forkin.so"
 ZYGOTE = Path(__file__).resolve().parent / "zygote.py"
 START = "import os;exec(compile(os.read(4,1<<20),'<opendsec>','exec'))"
 WARM_UP_S = 120.0
-WARM_DISK_BYTES = 256 << 20  # what a warm-up may write; gone for the calls
-FIRST_DISK_BYTES = 64 << 20  # of the envelope that is made before the first call is known
+DISK_BYTES = 64 << 20  # of the interpreter, for its warm-up, and of the envelope that is made before the first call is known
 CALLERS_STEPS = frozenset(("find the user",))
 
 
@@ -160,7 +159,7 @@ class FnMembers:
             warm_filter=self._warm_filter,
             cores=cores,
             cpu_is_v1=self._containers.hierarchies.v2 is None,
-            disk_bytes=FIRST_DISK_BYTES,
+            disk_bytes=DISK_BYTES,
             patience_s=WARM_UP_S,
         )
         fds: list[int] = []

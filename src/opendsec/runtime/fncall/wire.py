@@ -13,6 +13,7 @@ import struct
 from collections.abc import Mapping, Sequence
 
 from opendsec.api.errors import InvalidRequest
+from opendsec.runtime.container.plan import raw
 from opendsec.runtime.fncall.interface import Ended, Job
 
 MAGIC = 0x31434644
@@ -27,21 +28,17 @@ MAX_WORDS, MAX_PATH_BYTES = 4096, 3000  # of calld.c
 HEAD = struct.Struct("<IIII")
 _JOB = struct.Struct("<6I8Q")
 _ENDED = struct.Struct("<IiQQQQQ7QII")
-_SETUP = struct.Struct("<8I3Q")
+_SETUP = struct.Struct("<8I2Q")
 _FILE, _ENTRY = struct.Struct("<IQ"), struct.Struct("<IIQ")
 _LENGTH = struct.Struct("<I")
 _PYTHON, _EXEC = 1, 2
 
-_STARTED, _WALL, _CPU, _OOM, _OUTPUT, _PIDS, _DISK, _CALLERS_FAULT, _CANCELLED, _VALUE = (1 << bit for bit in range(10))
+_STARTED, _WALL, _CPU, _OOM, _OUTPUT, _PIDS, _DISK, _CALLERS_FAULT, _, _VALUE = (1 << bit for bit in range(10))
 SIGSYS = 31
 
 
 class Broken(Exception):
     """A member said what no member says."""
-
-
-def raw(text: str) -> bytes:
-    return text.encode("utf-8", "surrogateescape")
 
 
 def _text(text: str) -> bytes:
@@ -65,7 +62,7 @@ def setup_body(
 ) -> bytes:
     """What a member is told once. `argv`: of the warm interpreter, empty without one."""
     lengths = (len(argv), len(env), len(masked), len(read_only), len(call_filter), len(warm_filter), cores, cpu_is_v1)
-    parts = [_SETUP.pack(*lengths, disk_bytes, round(patience_s * 1e6), disk_bytes), call_filter, warm_filter, _text(workdir)]
+    parts = [_SETUP.pack(*lengths, disk_bytes, round(patience_s * 1e6)), call_filter, warm_filter, _text(workdir)]
     parts += [_text(f"{name}={value}") for name, value in env.items()]
     parts += [_LENGTH.pack(len(name) + 1) + name + b"\0" for name in (*masked, *read_only)]
     parts += [_text(word) for word in argv]
@@ -175,12 +172,7 @@ def read_ended(body: bytes) -> Ended:
         raise Broken("an end whose parts do not add up")
     if not lengths[0] and not lengths[1] and not sum(lengths[2:]) and flags == _STARTED and status & 0x7F == 0:
         # The most frequent one: it said nothing.
-        return Ended(
-            code=status >> 8 & 0xFF,
-            cpu_ms=cpu_us / 1000,
-            wall_ms=wall_us / 1000,
-            peak_memory_bytes=peak,
-        )
+        return Ended(code=status >> 8 & 0xFF, cpu_ms=cpu_us / 1000, wall_ms=wall_us / 1000, peak_memory_bytes=peak)
     parts, at = [], _ENDED.size
     for length in lengths:
         parts.append(body[at : at + length])

@@ -8,8 +8,22 @@ see what `python3 main.py` would have shown it.
 
 from __future__ import annotations
 
+# What a call needs of other modules is looked up once. To import a module again, or to look into one, writes to it (its count of
+# references), and what is written to is copied.
+import atexit
+import builtins
+import ctypes
+import gc
+import importlib
+import json
+import linecache
+import marshal
 import os
+import signal
+import struct
 import sys
+import traceback
+import types
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,9 +33,6 @@ if TYPE_CHECKING:
 def warm_up() -> str:
     """Import and run what was asked for; returns the calls' working directory. Whatever fails goes to standard error as a traceback of its
     own, and ends us."""
-    import marshal
-    import types
-
     with os.fdopen(6, "rb") as file:
         preload, warmup, workdir = marshal.loads(file.read())
     sys.argv = [""]
@@ -46,7 +57,6 @@ def warm_up() -> str:
 
 
 def fail(what: str, error: BaseException) -> NoReturn:
-
     trace = error.__traceback__.tb_next if error.__traceback__ else None
     print(what + ":", file=sys.stderr)
     traceback.print_exception(type(error), error, trace)
@@ -61,7 +71,6 @@ def remember(filename: str, source: str) -> None:
 
 def serve() -> tuple[bytes, int | None, int]:
     """Returns in forks, with the call: (marshalled, where a function's value goes, how much fits there)."""
-    import gc
 
     class Call(ctypes.Structure):
         _fields_ = [
@@ -143,7 +152,6 @@ class NoFunction(Exception):
 
 
 def apply(function: str, args: bytes, kwargs: bytes) -> bytes:
-
     module, _, path = function.partition(":")
     try:
         found = importlib.import_module(module)
@@ -191,8 +199,6 @@ def report(error: BaseException) -> int | str:
         if sys.excepthook is not sys.__excepthook__:
             sys.excepthook(type(error), error, trace)
         else:
-            import traceback
-
             traceback.print_exception(type(error), error, trace)
     except BaseException:
         pass
@@ -238,33 +244,15 @@ def finish(code: int | str, answer: bytes | None, value: int | None, value_len: 
             if stream is out and status == 0:
                 status = 120
     if status == -2:
-        import signal
-
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     os._exit(status)
 
 
 def deliver(kind: int, data: bytes, value: int) -> None:
-
     ctypes.memmove(value + 8, data, len(data))
     ctypes.memmove(value, struct.pack("<II", kind, len(data)), 8)
 
-
-# What a call needs of other modules is looked up once. To import a module again, or to look into one, writes to it (its count of
-# references), and what is written to is copied.
-import atexit  # noqa: E402
-import builtins  # noqa: E402
-import ctypes  # noqa: E402
-import gc  # noqa: E402
-import importlib  # noqa: E402
-import json  # noqa: E402
-import linecache  # noqa: E402
-import marshal  # noqa: E402
-import signal  # noqa: E402, F401
-import struct  # noqa: E402
-import traceback  # noqa: E402
-import types  # noqa: E402
 
 loads, Module, lines, collect = marshal.loads, types.ModuleType, linecache.cache, gc.collect
 exits, run_exits = atexit._ncallbacks, atexit._run_exitfuncs
