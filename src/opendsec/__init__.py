@@ -14,10 +14,10 @@ Import this package for everything a program needs: `Client`, the spec of a sand
 #     kernel    every system call, ioctl, cgroupfs and /proc access; the spawner process      standard library only
 #     api       the contract both towers share: specs, results, errors, routes, wire format   msgspec
 #     policy    policy documents to enforceable rules; pure                                   nothing
-#     images    layers and images: store, build, mount                                        msgspec
+#     images    layers and images: store, build, pull, load on demand                         msgspec, obstore, zstandard
 #     runtime   what runs a sandbox: one interface, its backends, the spawner's client        msgspec
 #     observe   events, logs, metrics                                                         msgspec, structlog
-#     edge      the daemon: lifecycle, admission, journal, reconcile, server                  msgspec, uvicorn, structlog
+#     edge      the daemon: lifecycle, admission, journal, pools of function calls, server    msgspec, uvicorn, structlog
 #     client    SDK and command line; meets the edge on the wire only                         httpx, Typer, Rich
 #     testing   contract suites and fakes: may import all, nothing imports it
 #

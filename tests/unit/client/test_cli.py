@@ -13,7 +13,6 @@ import sys
 import termios
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import NamedTuple, Protocol
 
 import pytest
 
@@ -22,36 +21,7 @@ from opendsec.client import aio
 from opendsec.client.cli import main, progress
 from opendsec.client.results import StreamEvent
 from opendsec.testing.fakes.edge import FakeEdge
-
-
-class Ran(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-class Dsec(Protocol):
-    def __call__(self, *words: str, stdin: bytes = b"") -> Ran: ...
-
-
-@pytest.fixture
-def dsec(edge: FakeEdge, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Dsec:
-    """Run `dsec` in this process."""
-    monkeypatch.setenv("OPENDSEC_ADDRESS", f"unix:{edge.socket_path}")
-
-    def run(*words: str, stdin: bytes = b"") -> Ran:
-        monkeypatch.setattr(sys, "argv", ["dsec", *words])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        try:
-            main.main()
-            code: object = 0
-        except SystemExit as end:
-            code = end.code
-        out, err = capfd.readouterr()
-        assert isinstance(code, int)
-        return Ran(code, out, err)
-
-    return run
+from tests.unit.client.conftest import Dsec
 
 
 def test_run_passes_on_output_and_exit_code(dsec: Dsec, edge: FakeEdge) -> None:

@@ -3,49 +3,14 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
 from pathlib import Path
-from typing import NamedTuple, Protocol
 
 import pytest
 
 from opendsec.api.errors import InvalidRequest
-from opendsec.client.cli import main
 from opendsec.client.judge_tasks import read_tasks
-from opendsec.testing.fakes.edge import FakeEdge
-
-
-class Ran(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-class Dsec(Protocol):
-    def __call__(self, *words: str, stdin: bytes = b"") -> Ran: ...
-
-
-@pytest.fixture
-def dsec(edge: FakeEdge, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Dsec:
-    """Run `dsec` in this process, in a directory of the test's own."""
-    monkeypatch.setenv("OPENDSEC_ADDRESS", f"unix:{edge.socket_path}")
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words: str, stdin: bytes = b"") -> Ran:
-        monkeypatch.setattr(sys, "argv", ["dsec", *words])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        try:
-            main.main()
-            code: object = 0
-        except SystemExit as end:
-            code = end.code
-        out, err = capfd.readouterr()
-        assert isinstance(code, int)
-        return Ran(code, out, err)
-
-    return run
+from tests.unit.client.conftest import Dsec
 
 
 def test_run_a_file(dsec: Dsec, tmp_path: Path) -> None:
