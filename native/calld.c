@@ -830,7 +830,8 @@ static void start_interpreter(struct cursor *c, u32 n_argv, u64 disk_bytes, u64 
 	u32 n = 0;
 	for (u32 i = 0; i < member.n_env; i++)
 		n = add_variable(n, member.env[i]);
-	add_defaults(n);
+	/* Else functions are looked up at first use, which would be in each call. */
+	add_defaults(add_variable(n, "LD_BIND_NOW=1"));
 	if (SYS4(socketpair, 1, 5 /* SOCK_SEQPACKET */ | O_CLOEXEC, 0, socks) < 0 || SYS2(pipe2, out, O_CLOEXEC) < 0)
 		quit(71);
 	SYS3(fcntl, out[0], 4 /* F_SETFL */, O_NONBLOCK);

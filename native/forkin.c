@@ -19,20 +19,22 @@
 
 enum { JOINED = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS, BUFFER = 128 << 10 };
 
+/* All of one size, so that the interpreter can read it as an array. */
 struct forkin_call {
-	const u8 *body; /* in the buffer */
-	u64 body_len;
-	int body_fd; /* or -1 */
+	u8 *buffer;	     /* given: BUFFER bytes */
+	const char *workdir; /* given */
+	long body_len;	     /* what is in the buffer behind the head */
+	long body_fd;	     /* or -1 */
 	u8 *value;
 	u64 value_len;
-	int problem;
+	long elsewhere; /* the working directory cannot be entered */
 };
 
-static u8 buffer[BUFFER];
 static int fds[MAX_PASSED];
 /* Shared with the child that shares our memory: nothing on the stack may be relied on after it ran. */
 static volatile long forked;
 static struct dispatch head;
+static long filled; /* of the buffer, by the last call */
 
 #ifdef __x86_64__
 #define ARCH 0xC000003E
@@ -104,6 +106,7 @@ static long settle(struct forkin_call *call)
 	if ((result = drop_capabilities()) < 0)
 		return result;
 	SYS5(prctl, PR_SET_DUMPABLE, 1, 0, 0, 0); /* as any process that was executed */
+	call->elsewhere = SYS1(chdir, call->workdir);
 	return load_filter(no_setns, sizeof(no_setns));
 }
 
@@ -123,28 +126,99 @@ static __attribute__((noinline)) int in_between(int (*libc_fork)(void))
 		SYS1(exit, 0);
 }
 
+/* --- the program's text ---------------------------------------------------------------------------------------------- */
+
+enum { HUGE = 2 << 20, COLLAPSE = 25, WANT_HUGE = 14, MOVE = 3 /* MREMAP_MAYMOVE | MREMAP_FIXED */, PROT_RX = 5 };
+
+static u64 take_hex(const char **at)
+{
+	u64 value = 0;
+	for (;; (*at)++) {
+		char c = **at;
+		if (c >= '0' && c <= '9')
+			value = value << 4 | (u64)(c - '0');
+		else if (c >= 'a' && c <= 'f')
+			value = value << 4 | (u64)(c - 'a' + 10);
+		else
+			return value;
+	}
+}
+
+/* Replace one huge page of text by a copy in a page of that size. */
+static void copy_huge(u64 start)
+{
+	long room = SYS6(mmap, 0, 2 * HUGE, PROT_RW, MAP_PRIVATE_ | MAP_ANONYMOUS_ | MAP_NORESERVE_, -1, 0);
+	if (room < 0 && room > -4096)
+		return;
+	u64 copy = ((u64)room + HUGE - 1) & ~(u64)(HUGE - 1);
+	SYS3(madvise, copy, HUGE, WANT_HUGE);
+	memcpy((u8 *)copy, (const u8 *)start, HUGE);
+	if (!SYS3(madvise, copy, HUGE, COLLAPSE) && !SYS3(mprotect, copy, HUGE, PROT_RX))
+		SYS5(mremap, copy, HUGE, HUGE, MOVE, start);
+	SYS2(munmap, room, 2 * HUGE); /* what is left of it */
+}
+
+/* A fork shares file mappings without copying their page tables: it faults each part in anew, and the kernel counts each page up and down
+ * again. A huge page is one entry, and anonymous memory is copied: so let the text around `inside` be that, as far as whole huge pages go. */
+__attribute__((visibility("default"))) void forkin_hug_text(u64 inside)
+{
+	static char text[65536];
+	u64 run_start = 0, run_end = 0, inode_seen = 0;
+	int has_text = 0;
+	size_t have = 0;
+	long got;
+	int fd = (int)SYS4(openat, AT_CWD, "/proc/self/maps", O_RDONLY | O_CLOEXEC, 0);
+	while (fd >= 0 && have < sizeof(text) - 1 && (got = SYS3(read, fd, text + have, sizeof(text) - 1 - have)) > 0)
+		have += (size_t)got;
+	SYS1(close, fd);
+	text[have] = 0;
+	for (const char *at = text; *at;) {
+		u64 start = take_hex(&at);
+		at++;
+		u64 end = take_hex(&at), inode = 0;
+		int reads = at[1] == 'r', writes = at[2] == 'w', runs = at[3] == 'x', column = 0;
+		for (; *at && *at != '\n'; at++)
+			if (*at == ' ' && ++column == 4)
+				while (at[1] >= '0' && at[1] <= '9')
+					inode = inode * 10 + (u64)(*++at - '0');
+		at += *at == '\n';
+		int fits = reads && !writes && inode;
+		if (!fits || start != run_end || inode != inode_seen) {
+			if (has_text && run_start <= inside && inside < run_end)
+				for (u64 page = (run_start + HUGE - 1) & ~(u64)(HUGE - 1); page + HUGE <= run_end; page += HUGE)
+					copy_huge(page);
+			run_start = start;
+			has_text = 0;
+		}
+		run_end = fits ? end : 0;
+		inode_seen = inode;
+		has_text |= fits && runs;
+	}
+}
+
 /* In a fork: 0, and `call` is filled. In the interpreter itself: only when the supervisor is gone or talks nonsense, a negative errno. */
 __attribute__((visibility("default"))) long forkin_serve(int sock, int (*libc_fork)(void), void (*after_fork)(void), struct forkin_call *call)
 {
 	SYS5(prctl, PR_SET_DUMPABLE, 0, 0, 0, 0);
 	for (;;) {
 		int count;
-		long got = receive(sock, buffer, sizeof(buffer), fds, &count, 0);
+		long got = receive(sock, call->buffer, BUFFER, fds, &count, 0);
 		if (got == -EINTR)
 			continue;
 		if (got < (long)sizeof(head))
 			return got < 0 ? got : -EPIPE;
-		memcpy(&head, buffer, sizeof(head));
+		if (got < filled)
+			memset(call->buffer + got, 0, (size_t)(filled - got)); /* no call sees the one before */
+		filled = got;
+		memcpy(&head, call->buffer, sizeof(head));
 		if (head.len != (u64)got - sizeof(head) || count < 4 + !!(head.flags & HAS_VALUE) + !!(head.flags & HAS_BODY))
 			return -EPROTO;
 		forked = 0;
 		long child = SYS5(clone, CLONE_VM | CLONE_VFORK, 0, 0, 0, 0);
 		if (child == 0) {
 			in_between(libc_fork);
-			call->problem = (int)settle(call);
-			if (call->problem < 0)
+			if (settle(call) < 0)
 				quit(125); /* nothing may run here half confined */
-			call->body = buffer + sizeof(head);
 			call->body_len = head.len;
 			after_fork();
 			return 0;

@@ -168,7 +168,7 @@ class FnMembers:
                 for name, data in (
                     ("zygote", self._programs[0]),
                     ("forkin", self._programs[1]),
-                    ("warm", wire.warm_config(plan.preload, plan.warmup, plan.workdir or "/")),
+                    ("warm", wire.warm_config(plan.preload, plan.warmup, plan.workdir or "/", plan.env)),
                 ):
                     fds.append(sealed_memfd(name, data, executable=name == "forkin"))
             return await member.setup(body, tuple(fds))

@@ -69,9 +69,9 @@ def setup_body(
     return b"".join(parts)
 
 
-def warm_config(preload: Sequence[str], warmup: str, workdir: str) -> bytes:
-    """For zygote.py."""
-    return marshal.dumps((tuple(preload), warmup, workdir), 2)
+def warm_config(preload: Sequence[str], warmup: str, workdir: str, env: Mapping[str, str]) -> bytes:
+    """For zygote.py. `env`: what the image sets, so that what calld adds can be told from it."""
+    return marshal.dumps((tuple(preload), warmup, workdir, "LD_BIND_NOW" in env), 2)
 
 
 def check(job: Job) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import ctypes
+import functools
 import gc
 import importlib
 import json
@@ -27,14 +28,21 @@ import types
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import NoReturn
+
+
+BUFFER, HEAD = 128 << 10, 24  # as in forkin.c
+POOL = 16384  # of CPython's allocator since 3.10, with a head of 48 bytes
 
 
 def warm_up() -> str:
     """Import and run what was asked for; returns the calls' working directory. Whatever fails goes to standard error as a traceback of its
     own, and ends us."""
     with os.fdopen(6, "rb") as file:
-        preload, warmup, workdir = marshal.loads(file.read())
+        preload, warmup, workdir, binds = marshal.loads(file.read())
+    if not binds:
+        os.environ.pop("LD_BIND_NOW", None)  # calld's, for this process alone
     sys.argv = [""]
     for name in preload:
         try:
@@ -69,76 +77,83 @@ def remember(filename: str, source: str) -> None:
     lines[filename] = (len(source), None, source.splitlines(True), filename)
 
 
-def serve() -> tuple[bytes, int | None, int]:
-    """Returns in forks, with the call: (marshalled, where a function's value goes, how much fits there)."""
-
-    class Call(ctypes.Structure):
-        _fields_ = [
-            ("body", ctypes.c_void_p),
-            ("body_len", ctypes.c_uint64),
-            ("body_fd", ctypes.c_int),
-            ("value", ctypes.c_void_p),
-            ("value_len", ctypes.c_uint64),
-            ("problem", ctypes.c_int),
-        ]
-
+def load(workdir: str) -> tuple[Callable[[], int], memoryview, memoryview]:
+    """forkin: what to call, and views of what it tells of a call, first what `loads` takes, then the rest."""
     # PyDLL: the interpreter lock stays with us, so a fork is in the state that one by os.fork() would be in.
     library = ctypes.PyDLL("/proc/self/fd/5")
     pointer = ctypes.c_void_p
     fork = ctypes.cast(ctypes.CDLL(None).fork, pointer)
     after = ctypes.cast(ctypes.pythonapi.PyOS_AfterFork_Child, pointer)
-    library.forkin_serve.argtypes = [ctypes.c_int, pointer, pointer, ctypes.POINTER(Call)]
+    library.forkin_serve.argtypes = [ctypes.c_int, pointer, pointer, pointer]
     library.forkin_serve.restype = ctypes.c_long
-    call = Call()
-    os.close(4)
-    os.close(5)
-    before, serving, string_at, close, stop = ctypes.pythonapi.PyOS_BeforeFork, library.forkin_serve, ctypes.string_at, os.close, os._exit
-    before.restype = None
-    reference = ctypes.byref(call)
-    gc.collect()
-    gc.freeze()  # a collection in a fork touches, and so copies, nothing of what is here now
-    os.write(3, b"R")
-    before()
-    if serving(3, fork, after, reference) < 0:
-        stop(0)  # the supervisor is gone
-    if call.body_fd >= 0:
-        parts = []
-        while True:
-            part = os.read(call.body_fd, 1 << 20)
-            if not part:
+    library.forkin_hug_text.argtypes = [pointer]
+    library.forkin_hug_text(after)
+    # Forks read the call by views, which need nothing of ctypes: what a fork does not use it does not copy.
+    buffer = ctypes.create_string_buffer(BUFFER)
+    call = (ctypes.c_int64 * 7)()
+    where = ctypes.create_string_buffer(os.fsencode(workdir))
+    call[0], call[1] = ctypes.addressof(buffer), ctypes.addressof(where)
+    kept.extend(locals().values())  # what is written to at a function's end is copied, too
+    view, numbers = memoryview(buffer).cast("B"), memoryview(call).cast("B").cast("q")
+    return functools.partial(library.forkin_serve, 3, fork, after, pointer(ctypes.addressof(call))), view, numbers
+
+
+def begin_pools() -> None:
+    """Take what is left of the allocator's pools, so that forks begin new ones: a new one is written to in one page, where it begins, but
+    one in use at its head and at its free blocks."""
+    empty = sys.getsizeof(b"")
+    for size in range(16, 513, 16):
+        for number in range(2000):
+            block = object() if size == 16 else float(number) if size == 32 else bytes(size - empty)
+            kept.append(block)
+            if id(block) % POOL == 48:
                 break
-            parts.append(part)
-        close(call.body_fd)
-        body = b"".join(parts)
-    else:
-        body = string_at(call.body, call.body_len)
-    return body, call.value, call.value_len
 
 
-def run(call: tuple[bytes, int | None, int], workdir: str) -> NoReturn:
-    body, value, value_len = call
+def serve(serving: Callable[[], int], view: memoryview, numbers: memoryview) -> tuple[memoryview | bytes, int, int, int]:
+    """Returns in forks, with the call: (marshalled, where a function's value goes, how much fits there, whether the working directory is
+    to be entered)."""
+    if serving() < 0:
+        os._exit(0)  # the supervisor is gone
+    body_fd = numbers[3]
+    if body_fd < 0:
+        return view[HEAD : HEAD + numbers[2]], numbers[4], numbers[5], numbers[6]
+    parts = []
+    while True:
+        part = os.read(body_fd, 1 << 20)
+        if not part:
+            break
+        parts.append(part)
+    os.close(body_fd)
+    return b"".join(parts), numbers[4], numbers[5], numbers[6]
+
+
+def run(call: tuple[memoryview | bytes, int, int, int], workdir: str, main: types.ModuleType, default: tuple[str, str]) -> NoReturn:
+    body, value, value_len, elsewhere = call
     kind, source, filename, function, args, kwargs, env = loads(body)
-    os.chdir(workdir)
+    if elsewhere:
+        os.chdir(workdir)
     if env:
         os.environ.update(env)
-    sys.argv = [filename if kind == "source" else "-c"]
-    sys.path[0] = workdir
-    main = Module("__main__")
     space = main.__dict__
-    space["__builtins__"] = builtins
     modules = sys.modules
-    modules["__main__"] = main
-    if "numpy.random" in modules:
-        modules["numpy.random"].seed()
+    if seed is not None:
+        seed()
     code: int | str = 0
     answer = None
     count = len(modules)
     try:
         if kind == "source":
-            path = space["__file__"] = os.path.join(workdir, filename)
+            if filename == default[0]:
+                path = default[1]
+            else:
+                path = os.path.join(workdir, filename)
+                sys.argv[0] = filename
+            space["__file__"] = path
             remember(path, source)
             exec(compile(source, path, "exec", dont_inherit=True), space)
         else:
+            sys.argv[0] = "-c"
             answer = apply(function, args, kwargs)
     except SystemExit as end:
         code = exit_code(end)
@@ -205,7 +220,7 @@ def report(error: BaseException) -> int | str:
     return -2 if isinstance(error, KeyboardInterrupt) else 1
 
 
-def finish(code: int | str, answer: bytes | None, value: int | None, value_len: int, space: dict[str, object], workdir: str) -> NoReturn:
+def finish(code: int | str, answer: bytes | None, value: int, value_len: int, space: dict[str, object], workdir: str) -> NoReturn:
     """What the interpreter does at its end, as far as anybody can see it, and without taking apart what the call never touched.
     `workdir`: beneath which modules may have come to be, or nothing."""
     message, status = (code, 1) if isinstance(code, str) else (None, code)
@@ -217,10 +232,10 @@ def finish(code: int | str, answer: bytes | None, value: int | None, value_len: 
             pass
     if exits():
         run_exits()
-    if answer is not None and (value is None or len(answer) > value_len - 8):
+    if answer is not None and (not value or len(answer) > value_len - 8):
         print(f"ValueError: the function's value is larger than {value_len - 8} bytes as JSON", file=sys.stderr)
         status = 1
-    elif answer is not None and value is not None:
+    elif answer is not None:
         deliver(1, answer, value)
     elif message is not None and value:
         deliver(2, message.encode("utf-8", "replace")[:4000], value)
@@ -255,6 +270,7 @@ def deliver(kind: int, data: bytes, value: int) -> None:
 
 
 loads, Module, lines, collect = marshal.loads, types.ModuleType, linecache.cache, gc.collect
+kept: list[object] = []
 exits, run_exits = atexit._ncallbacks, atexit._run_exitfuncs
 
 # The first traceback of an interpreter imports and sets up the parser's classes: once, here, and not in each call that fails (2 ms of 5).
@@ -266,4 +282,22 @@ except ZeroDivisionError as error:
 lines.clear()
 
 workdir = warm_up()
-run(serve(), workdir)
+# As much of a call's world as all have in common.
+default = ("main.py", os.path.join(workdir, "main.py"))
+sys.argv = [default[0]]
+sys.path[0] = workdir
+itself, main = sys.modules["__main__"], Module("__main__")
+main.__dict__["__builtins__"] = builtins
+sys.modules["__main__"] = main
+seed = sys.modules["numpy.random"].seed if "numpy.random" in sys.modules else None
+channel = load(workdir)
+os.close(4)
+os.close(5)
+collect()
+begin_pools()
+gc.freeze()  # a collection in a fork touches, and so copies, nothing of what is here now
+before = ctypes.pythonapi.PyOS_BeforeFork
+before.restype = None
+os.write(3, b"R")
+before()
+run(serve(*channel), workdir, main, default)
