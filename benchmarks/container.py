@@ -9,7 +9,6 @@ unix socket of an edge that this benchmark starts, with its journal in a state d
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import opendsec as od
 from benchmarks.peers import peers
-from benchmarks.report import Report, percentile
+from benchmarks.report import Report, command_line, percentile
 from benchmarks.support import IMAGE, bench_edge, image_layers
 from opendsec.kernel import abi, mounts, procfs, syscalls
 from tests.images import base_store
@@ -189,16 +188,8 @@ def version(program: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="dsec bench container", description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--quick", action="store_true", help="fewer samples, within 60 s")
-    parser.add_argument("--plot", type=Path, help="draw the latencies into this PNG file")
-    options = parser.parse_args(arguments)
-    report = asyncio.run(measure(base_store(), quick=options.quick))
-    report.print(as_json=options.json)
-    if options.plot is not None:
-        report.plot(options.plot)
-    return 0 if report.holds else 1
+    options = command_line("container", __doc__).parse_args(arguments)
+    return asyncio.run(measure(base_store(), quick=options.quick)).finish(options)
 
 
 if __name__ == "__main__":

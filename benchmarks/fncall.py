@@ -9,7 +9,6 @@ problems come from PyPI by pip.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import os
@@ -25,7 +24,7 @@ from unittest import mock
 import opendsec as od
 from benchmarks.container import bwrap_command, process_memory, root_directory, version
 from benchmarks.peers import Peers, peers
-from benchmarks.report import Report, percentile
+from benchmarks.report import Report, command_line, percentile
 from benchmarks.support import bench_edge, image_layers
 from examples.demo import humaneval
 from examples.demo.fetch import fetch
@@ -296,16 +295,8 @@ async def measure(images: Path, *, quick: bool) -> Report:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="dsec bench fncall", description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--quick", action="store_true", help="fewer samples, within 60 s")
-    parser.add_argument("--plot", type=Path, help="draw the latencies into this PNG file")
-    options = parser.parse_args(arguments)
-    report = asyncio.run(measure(toolchain_store(), quick=options.quick))
-    report.print(as_json=options.json)
-    if options.plot is not None:
-        report.plot(options.plot)
-    return 0 if report.holds else 1
+    options = command_line("fncall", __doc__).parse_args(arguments)
+    return asyncio.run(measure(toolchain_store(), quick=options.quick)).finish(options)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ which has pulled the image's metadata and nothing else. Bytes are those that cro
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import shutil
@@ -26,7 +25,7 @@ from pathlib import Path
 import opendsec as od
 from benchmarks.edges import STORE, edge, stores
 from benchmarks.large_image import LARGE, large_store
-from benchmarks.report import Report, percentile
+from benchmarks.report import Report, command_line, percentile
 from opendsec.api.images import DirectorySource
 from tests.images import BASE, base_store
 from tests.services import FaultServer, Nginx, nginx_server
@@ -376,17 +375,10 @@ def _version(program: str, flag: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="dsec bench images", description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--quick", action="store_true", help="fewer samples, within 60 s once the image is built")
-    parser.add_argument("--plot", type=Path, help="draw the latencies into this PNG file")
+    parser = command_line("images", __doc__)
     parser.add_argument("--only", action="append", choices=["starts", "burst", "warm", "compose", "pack", "task"], help="only this part")
     options = parser.parse_args(arguments)
-    report = asyncio.run(measure(quick=options.quick, only=options.only or ()))
-    report.print(as_json=options.json)
-    if options.plot is not None:
-        report.plot(options.plot)
-    return 0 if report.holds else 1
+    return asyncio.run(measure(quick=options.quick, only=options.only or ())).finish(options)
 
 
 if __name__ == "__main__":

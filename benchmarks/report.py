@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -11,6 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks import spec
+
+
+def command_line(bench: str, doc: str) -> argparse.ArgumentParser:
+    """What every benchmark takes; see `Report.finish`."""
+    parser = argparse.ArgumentParser(prog=f"dsec bench {bench}", description=doc.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quick", action="store_true", help="fewer samples, within 60 s once the images are built")
+    parser.add_argument("--plot", type=Path, help="draw the latencies into this PNG file")
+    return parser
 
 
 def percentile(samples: Sequence[float], share: float) -> float:
@@ -66,6 +76,13 @@ class Report:
                 "" if result["bound"] is None else f"  {result['relation']} {result['bound']:g}  {'ok' if result['holds'] else 'MISSED'}"
             )
             print(f"{result['name']:<44} {result['value']:>12} {result['unit']}{bound}")
+
+    def finish(self, options: argparse.Namespace) -> int:
+        """Print and plot as asked for; the exit code."""
+        self.print(as_json=options.json)
+        if options.plot is not None:
+            self.plot(options.plot)
+        return 0 if self.holds else 1
 
     def plot(self, path: Path) -> None:
         """Cumulative distributions of all latencies. Raises ImportError without matplotlib (the `bench` extra)."""

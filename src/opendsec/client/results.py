@@ -178,8 +178,6 @@ class FnResult:
         """What was kept of standard output, its beginning, as text; bytes that are not UTF-8 become U+FFFD."""
         return self.raw.stdout.data.decode("utf-8", "replace")
 
-    text = stdout
-
     @property
     def stderr(self) -> str:
         return self.raw.stderr.data.decode("utf-8", "replace")

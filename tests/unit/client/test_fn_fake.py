@@ -88,7 +88,7 @@ async def test_leaving_early_without_closing(edge: FakeEdge) -> None:
 @pytest.mark.slow
 def test_the_blocking_client(edge: FakeEdge) -> None:
     with sync.Client(f"unix:{edge.socket_path}") as client:
-        assert client.call(source="print(5)").text == "5\n"
+        assert client.call(source="print(5)").stdout == "5\n"
         assert client.languages() and client.pools.list() == ()
 
         def inputs() -> Iterator[str]:

@@ -59,7 +59,7 @@ def test_values_and_text() -> None:
     assert big.value == {"a": 123456789012345678901234567890}
     assert FnResult(fn.FnResult(outcome="ok")).value is None
     text = FnResult(fn.FnResult(outcome="ok", stdout=fn.FnOutput(data=b"a\xff", total_bytes=9)))
-    assert text.text == "a\ufffd" and text.truncated and text.stdout_bytes == b"a\xff"
+    assert text.stdout == "a\ufffd" and text.truncated and text.stdout_bytes == b"a\xff"
 
 
 @pytest.mark.parametrize(
