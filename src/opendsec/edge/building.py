@@ -17,8 +17,9 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from opendsec.api import spec
-from opendsec.api.errors import CallerError, Denied, InvalidRequest, NotFound, OpenDSecError
+from opendsec.api.errors import CallerError, InvalidRequest, NotFound, OpenDSecError
 from opendsec.api.images import BuildEvent, BuildRequest, DirectorySource, DockerfileSource, ImageConfig, ImageInfo
+from opendsec.api.references import check_dockerfile
 from opendsec.edge import creating
 from opendsec.edge.box import Box
 from opendsec.edge.packing import layer_of
@@ -26,7 +27,7 @@ from opendsec.edge.steps import Ran, copy_into, run_command
 from opendsec.images import names
 from opendsec.images.build import check_config, make_layer
 from opendsec.images.dockerfile import cache, plan
-from opendsec.images.dockerfile.cache import StepCache, touch
+from opendsec.images.dockerfile.cache import StepCache
 from opendsec.images.dockerfile.context import Entry, Reader
 from opendsec.images.dockerfile.context import digest as content_digest
 from opendsec.images.dockerfile.ignore import MAX_BYTES as MAX_IGNORE_BYTES
@@ -98,12 +99,7 @@ def check(request: BuildRequest, *, local: bool) -> DockerfileSource:
         raise InvalidRequest("is what the Dockerfile says", field="config")
     if request.exclude:
         raise InvalidRequest("is what the context's .dockerignore says", field="exclude")
-    if not local:
-        raise Denied("a directory of the edge's machine may be a context only over the unix socket", field="source.context")
-    spec.check_path(source.context, "source.context")
-    spec.check_env(source.args, "source.args")
-    if not 0 < source.timeout_s <= 7 * 86_400:
-        raise InvalidRequest("must be more than 0 and at most 7 days", field="source.timeout_s")
+    check_dockerfile(source, local=local)
     return source
 
 
@@ -219,7 +215,7 @@ class _Building:
     def _keep(self, layers: tuple[str, ...]) -> None:
         """From garbage collection: nothing names them yet."""
         for digest in {*layers, *(digest for built in self.built.values() for digest in built.layers)}:
-            touch(self.store, digest)
+            self.store.renew(digest)
 
     async def _cached(self, action: plan.Action, layers: tuple[str, ...], content: str, work: Work) -> str:
         """The layer that was made before, or that `work` makes."""

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
-from opendsec.api.errors import Denied, Internal, InvalidRequest, NotFound, Unsupported
+from opendsec.api.errors import Denied, Internal, NotFound, Unsupported
 from opendsec.api.images import (
     BuildEvent,
     BuildRequest,
@@ -28,12 +28,13 @@ from opendsec.api.images import (
     StoreList,
     WarmRequest,
 )
-from opendsec.api.references import Reference, check_dockerfile
+from opendsec.api.references import Reference
+from opendsec.edge import building
 from opendsec.edge.loading import Loading
 from opendsec.edge.progress import Work, streamed
 from opendsec.images import layers as formats
-from opendsec.images import names
 from opendsec.images.build import build, check
+from opendsec.images.diff import diff
 from opendsec.images.lazy.client import Loader
 from opendsec.images.lazy.protocol import LayerStats
 from opendsec.images.lint import lint
@@ -141,22 +142,16 @@ class Catalog:
 
     async def diff(self, a: str, b: str) -> DiffReport:
         """How the trees of two images or layers differ."""
-        await self._digests(a, "a")
-        await self._digests(b, "b")
-        from opendsec.images.diff import diff
-
         return await asyncio.to_thread(diff, self.store, a, b)
 
     async def lint(self, name: str, packages: tuple[str, ...]) -> LintReport:
         """What an image or a layer holds that would give an answer away."""
-        await self._digests(name)
         return await asyncio.to_thread(lint, self.store, name, packages)
 
     async def verify(self, name: str) -> LintReport:
         """Read all local content of an image, or of one layer, and compare it with its checksums."""
-        digests = await self._digests(name)
         findings: list[Finding] = []
-        for digest in digests:
+        for digest in await asyncio.to_thread(self.store.digests_of, name):
             try:
                 await asyncio.to_thread(self.store.verify, digest)
             except Internal as error:
@@ -164,17 +159,6 @@ class Catalog:
         for finding in findings:
             self.emit("layer.damaged", digest=finding.path, message=finding.message)
         return LintReport(name=name, findings=tuple(findings))
-
-    async def _digests(self, name: str, field: str = "name") -> tuple[str, ...]:
-        """Of an image's layers, lowest first, or of the one layer that is named. Raises NotFound."""
-        listed = await self.list()
-        for image in listed.images:
-            if image.name == name:
-                return image.layers
-        for layer in listed.layers:
-            if name == layer.digest or name in layer.names:
-                return (layer.digest,)
-        raise NotFound(f"no image or layer {name[:200]!r}", field=field)
 
     # --- changing ----------------------------------------------------------------------------------------------------
 
@@ -202,10 +186,7 @@ class Catalog:
     def check_build(self, request: BuildRequest, *, local: bool) -> None:
         """Raises InvalidRequest, Denied."""
         if isinstance(request.source, DockerfileSource):
-            names.complete_layer_name(request.kind, request.name, request.version)
-            if request.kind != "base":
-                raise InvalidRequest("a Dockerfile makes an image, whose layers have no names of their own", field="kind")
-            check_dockerfile(request.source, local=local)
+            building.check(request, local=local)
         else:
             check(request, allow_host_paths=local)
 
@@ -214,9 +195,7 @@ class Catalog:
 
         async def work(progress: Progress) -> ImageInfo | LayerInfo:
             if isinstance(request.source, DockerfileSource):
-                from opendsec.edge.building import build_dockerfile
-
-                return await build_dockerfile(node, request, progress=progress, local=local)
+                return await building.build_dockerfile(node, request, progress=progress, local=local)
             return await build(self.store, request, progress=progress, allow_host_paths=local)
 
         async with aclosing(self._streamed(work)) as events:

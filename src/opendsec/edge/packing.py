@@ -12,19 +12,20 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from opendsec.api import ids, wire
+from opendsec.api import wire
 from opendsec.api.errors import Conflict, InvalidRequest, NotFound
 from opendsec.api.images import Finding, ImageConfig, ImageInfo, LayerInfo, LayerKind, PackRequest, PackResult
-from opendsec.api.spec import Limits, check_text
+from opendsec.api.references import pack_names
+from opendsec.api.spec import Limits
 from opendsec.edge.actions import Action, request_digest
 from opendsec.edge.box import Box
-from opendsec.images import lint, names
+from opendsec.images import lint
 from opendsec.images.build import make_layer
 from opendsec.images.names import LayerName
 from opendsec.images.process import Progress
 from opendsec.images.scrub import Scrub
 from opendsec.images.store import MAX_LAYERS, ImageStore
-from opendsec.images.upper import UpperSource, check_patterns
+from opendsec.images.upper import UpperSource
 from opendsec.images.waiting import in_thread
 from opendsec.runtime.backend import Handle
 
@@ -38,7 +39,8 @@ SPARSE_BYTES = 1 << 30
 async def pack(node: Node, sandbox_id: str, request: PackRequest) -> PackResult:
     """Make a layer of what the sandbox has written. Raises InvalidRequest, NotFound, SandboxLost, Conflict (with `fail_on_warnings`),
     QuotaExceeded, Unsupported, Unavailable. Cancelled or failed it leaves nothing, and the sandbox runs."""
-    name, image_name = check(request)
+    plain, version = pack_names(request)
+    name, image_name = LayerName(request.kind, plain, version), f"{plain}:{version}"
     node.box(sandbox_id)  # it may have ended since it was packed: a repeated action id gets what was recorded
 
     async def work(action: Action[PackResult]) -> PackResult:
@@ -57,21 +59,6 @@ async def pack(node: Node, sandbox_id: str, request: PackRequest) -> PackResult:
         digest=lambda: request_digest("pack", sandbox_id.encode(), wire.encode(request)),
         sandbox_id=sandbox_id,
     )
-
-
-def check(request: PackRequest) -> tuple[LayerName, str]:
-    """The layer's name and the image's. Raises InvalidRequest."""
-    if request.action_id is not None:
-        ids.check_action_id(request.action_id)
-    name, at, version = request.name.partition("@")
-    if not at:
-        raise InvalidRequest(f"must be NAME@VERSION; got {request.name[:80]!r}", field="name")
-    layer = names.complete_layer_name("workspace" if request.kind == "base" else request.kind, name, version)
-    check_patterns(request.scrub_paths, "scrub_paths")
-    check_patterns(request.keep_paths, "keep_paths")
-    for index, package in enumerate(request.packages):
-        check_text(package, f"packages[{index}]", limit=200)
-    return layer._replace(kind=request.kind), names.check_image_name(f"{name}:{version}", "name")
 
 
 async def _pack(node: Node, box: Box, handle: Handle, request: PackRequest, name: LayerName, image_name: str) -> PackResult:

@@ -31,7 +31,6 @@ from opendsec.api.references import (
     check_push,
     check_trace,
     check_warm,
-    pack_names,
 )
 from opendsec.edge.commands import Commands
 from opendsec.edge.http import Handler, Lines, Request
@@ -140,8 +139,7 @@ class ImageRoutes:
 
     async def pack(self, request: Request) -> PackResult:
         wanted = await request.json(PackRequest)
-        pack_names(wanted)
-        return await pack(self._node, request.params[0], wanted)  # exactly once by itself
+        return await pack(self._node, request.params[0], wanted)  # checked, and exactly once, by itself
 
 
 def _name(request: Request, parameter: str, *, image: bool = False) -> str:

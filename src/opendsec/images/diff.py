@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from typing import Literal
 
 from opendsec.api.images import DiffEntry, DiffReport
-from opendsec.images.lint import digests_of
 from opendsec.images.store import ImageStore
 from opendsec.images.view import merged
 from opendsec.kernel import abi, procfs, syscalls
@@ -32,8 +31,8 @@ Kind = Literal["file", "dir", "link", "other"]
 
 def diff(store: ImageStore, a: str, b: str) -> DiffReport:
     """From `a` to `b`, each the name of an image or of a layer, or a digest. Blocking, for a thread. A removed or added directory is one
-    entry, with nothing of what is in it. Raises NotFound, InvalidRequest, Internal."""
-    digests = digests_of(store, a), digests_of(store, b)
+    entry, with nothing of what is in it. Raises NotFound (`field`: which one), Internal."""
+    digests = store.digests_of(a, "a"), store.digests_of(b, "b")
     if digests[0] == digests[1]:
         return DiffReport(entries=())
     with contextlib.ExitStack() as stack:

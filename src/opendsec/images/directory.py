@@ -23,9 +23,8 @@ from typing import NamedTuple
 from opendsec.api.errors import InvalidRequest
 from opendsec.images import pyc
 from opendsec.images.erofs import TIMESTAMP
+from opendsec.images.layers import MAX_ID
 from opendsec.kernel import abi, mounts, syscalls
-
-MAX_ID = 65_535  # a sandbox has so many ids
 
 # Directories above the prefix appear in the sandbox with the highest layer's mode: these must not become 0755.
 _KNOWN_MODES = {b"tmp": 0o1777, b"var/tmp": 0o1777, b"dev/shm": 0o1777, b"root": 0o700, b"run/lock": 0o1777}

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from opendsec.api.errors import Internal, Unavailable
 from opendsec.images import tree
-from opendsec.images.layers import DATA, META
-from opendsec.kernel import mounts
+from opendsec.images.layers import DATA, META, LayerRef
+from opendsec.images.view import merged
 
 TIMESTAMP = 946_684_800
 """2000-01-01: the modification time of everything in a layer. Older than anything made later; not before 1980, which zip cannot hold."""
@@ -57,12 +57,5 @@ def pack(source: Path, out: Path, *, all_root: bool) -> None:
 
 def digest(directory: Path, progress: Callable[[int], None] = lambda done: None, *, times: bool = False) -> tree.TreeDigest:
     """The digest of a packed layer, from the tree as mounted (attached nowhere)."""
-    fd = mounts.mount_erofs(directory / META, directory / DATA)
-    try:
-        root = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=fd)
-        try:
-            return tree.digest(root, times=times, progress=progress)
-        finally:
-            os.close(root)
-    finally:
-        os.close(fd)
+    with merged([LayerRef("", directory / META, directory / DATA)]) as root:
+        return tree.digest(root, times=times, progress=progress)

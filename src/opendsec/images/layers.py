@@ -29,6 +29,7 @@ from opendsec.images.chunks import ChunkTable
 from opendsec.images.records import Damaged
 
 MAGIC, VERSION = "opendsec-layer", 2
+MAX_ID = 65_535  # of an owner in a layer: a sandbox has so many ids
 RECORD, META, DATA, TABLE = "layer.json", "meta.erofs", "data.blob", "data.chunks"
 
 

@@ -18,9 +18,7 @@ import re
 import stat
 from collections.abc import Iterator, Sequence
 
-from opendsec.api.errors import NotFound
 from opendsec.api.images import Finding, LintReport
-from opendsec.images import names
 from opendsec.images.gitdir import Ref, Repository
 from opendsec.images.packages import Packages
 from opendsec.images.scrub import RULES, Matcher, Scrub
@@ -41,22 +39,8 @@ _WITHOUT_SCRUB = ("scrub.history", "scrub.credentials", "scrub.credentials.key",
 
 
 def lint(store: ImageStore, name: str, packages: Sequence[str] = ()) -> LintReport:
-    """What the image or layer `name` (also a digest) holds. Blocking, for a thread. Raises NotFound, InvalidRequest, Internal."""
-    return LintReport(name=name, findings=tuple(lint_layers(store, digests_of(store, name), packages)))
-
-
-def digests_of(store: ImageStore, name: str) -> list[str]:
-    """The layers of an image, or the one of a layer's name or digest, lowest first. Raises NotFound, InvalidRequest."""
-    if names.is_digest(name):
-        return [store.layer_ref(name).digest]
-    listed = store.list()
-    for image in listed.images:
-        if image.name == name:
-            return list(image.layers)
-    for layer in listed.layers:
-        if name in layer.names:
-            return [layer.digest]
-    raise NotFound(f"no image or layer is named {name[:200]!r}", field="name")
+    """What the image or layer `name` (also a digest) holds. Blocking, for a thread. Raises NotFound, Internal."""
+    return LintReport(name=name, findings=tuple(lint_layers(store, store.digests_of(name), packages)))
 
 
 def lint_layers(store: ImageStore, digests: Sequence[str], packages: Sequence[str] = (), *, of: str = "") -> list[Finding]:

@@ -16,7 +16,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 
 from opendsec.api.errors import Unsupported
-from opendsec.images.directory import MAX_ID
+from opendsec.images.layers import MAX_ID
 from opendsec.kernel import abi, mounts, namespaces, procfs, syscalls
 
 OPAQUE, REDIRECT = "trusted.overlay.opaque", "trusted.overlay.redirect"

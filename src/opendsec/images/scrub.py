@@ -183,14 +183,6 @@ def is_core(begin: bytes) -> bool:
     return begin[:4] == b"\x7fELF" and len(begin) >= 18 and int.from_bytes(begin[16:18], "big" if begin[5] == 2 else "little") == 4
 
 
-def is_private_key(begin: bytes) -> bool:
-    return _KEY.search(begin) is not None
-
-
-def holds_token(begin: bytes) -> bool:
-    return _TOKEN.search(begin) is not None
-
-
 def _union(patterns: Sequence[str]) -> re.Pattern[bytes]:
     return re.compile(b"|".join(_translate(os.fsencode(one)) for one in patterns), re.DOTALL)
 

@@ -183,15 +183,16 @@ class ImageStore:
             now = self._clock()
             os.utime(self._directory(digest), (now, now))
 
-    def used_by(self, digest: str) -> tuple[str, ...]:
-        """The names that keep a layer: of images it is in, and its own."""
-        return tuple(sorted({image.name for image in self._refs.images() if digest in image.layers})) + self._refs.names_of(digest)
-
-    @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Nothing is collected or removed meanwhile, by whatever process. Not for long: removing a name waits for it."""
-        with self._locked(fcntl.LOCK_SH):
-            yield
+    def digests_of(self, name: str, field: str = "name") -> tuple[str, ...]:
+        """The layers of an image, lowest first, or the one that is named or meant by a digest. Raises NotFound."""
+        listed = self.list()
+        for image in listed.images:
+            if image.name == name:
+                return image.layers
+        for layer in listed.layers:
+            if name == layer.digest or name in layer.names:
+                return (layer.digest,)
+        raise NotFound(f"no image or layer is named {name[:200]!r}", field=field)
 
     # --- changing --------------------------------------------------------------------------------------------------
 

@@ -31,11 +31,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from opendsec.api.errors import InvalidRequest, QuotaExceeded, Unsupported
+from opendsec.api.errors import QuotaExceeded, Unsupported
 from opendsec.api.images import Finding
 from opendsec.images import pyc
-from opendsec.images.directory import MAX_ID
 from opendsec.images.erofs import TIMESTAMP
+from opendsec.images.layers import MAX_ID
 from opendsec.images.redirects import DIRECTORY, MAX_PATH, OPAQUE, Redirects, shifted_back, stays, within
 from opendsec.images.scrub import Matcher, Rule, Scrub
 from opendsec.kernel import abi, mounts, syscalls
@@ -137,7 +137,7 @@ class _Work:
                     status = os.stat(name, dir_fd=fd, follow_symlinks=False)
                     if len(name) > LONGEST_NAME:
                         raise Unsupported(f"a name of {len(name)} bytes cannot be packed, only up to {LONGEST_NAME}: {_shown(below)!r}")
-                    rule = self._scrubbed(below, name, status, fd, covering)
+                    rule = self._scrubbed(below, status, fd, covering)
                     if rule is not None and not (stat.S_ISDIR(status.st_mode) and self._piecewise()):
                         self._take_away(below, status, rule)
                     elif stat.S_ISDIR(status.st_mode):
@@ -215,7 +215,7 @@ class _Work:
 
     # --- scrubbing ---------------------------------------------------------------------------------------------------
 
-    def _scrubbed(self, path: bytes, name: bytes, status: os.stat_result, fd: int, covering: Rule | None) -> Rule | None:
+    def _scrubbed(self, path: bytes, status: os.stat_result, fd: int, covering: Rule | None) -> Rule | None:
         if self.matcher is None or (stat.S_ISCHR(status.st_mode) and status.st_rdev == 0):
             return None
         if covering is not None:
@@ -298,10 +298,3 @@ def _shown(path: bytes) -> str:
 
 def _own(number: int, base: int) -> int:
     return number if base <= number <= base + MAX_ID else base
-
-
-def check_patterns(patterns: tuple[str, ...], field: str) -> None:
-    """Raises InvalidRequest."""
-    for index, pattern in enumerate(patterns):
-        if len(patterns) > 200 or len(pattern) > 1000 or "\0" in pattern or not pattern.startswith(("/", "~/", "**/")):
-            raise InvalidRequest("must be at most 200 absolute patterns of at most 1000 characters", field=f"{field}[{index}]")

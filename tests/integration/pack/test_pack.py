@@ -138,7 +138,7 @@ async def test_scrubbing(edge: NodeEdge) -> None:
     box = await edge.create()
     before = await edge.sh(box, "cat /etc/machine-id 2>&1 || true; ls -A /tmp")
     await edge.sh(box, RESIDUE)
-    result = await packed(edge, box, scrub=True, scrub_paths=("**/*.secret",), keep_paths=("/work/.claude/settings.json",))
+    result = await packed(edge, box, scrub=True, scrub_paths=("/**/*.secret",), keep_paths=("/work/.claude/settings.json",))
     removed: dict[str, set[str]] = {}
     for finding in result.scrubbed:
         assert finding.message
@@ -316,7 +316,7 @@ async def test_what_is_refused_is_refused_before_anything_stands_still(edge: Nod
     for request, field in (
         (PackRequest(name="plain"), "name"),
         (PackRequest(name="Upper@1"), "name"),
-        (PackRequest(name="x@"), "version"),
+        (PackRequest(name="x@"), "name"),
         (PackRequest(name="x@1", keep_paths=("relative",)), "keep_paths[0]"),
         (PackRequest(name="x@1", scrub_paths=("/" * 2000,)), "scrub_paths[0]"),
     ):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import threading
 from pathlib import Path
 
 import msgspec
@@ -15,7 +14,6 @@ from opendsec.api.errors import Internal, NotFound
 from opendsec.api.images import ImageConfig
 from opendsec.images import chunks, layers
 from opendsec.images.layers import DATA, META, RECORD, TABLE, LayerRecord
-from opendsec.images.names import LayerName
 from opendsec.images.origins import Origin
 from opendsec.images.records import Damaged
 from opendsec.images.store import ImageStore
@@ -253,28 +251,3 @@ def test_renewing_is_as_good_as_publishing(tmp_path: Path) -> None:
     assert store.gc().digests == (digest,)
     with pytest.raises(NotFound):
         store.renew(digest)
-
-
-def test_who_uses_a_layer(store: ImageStore) -> None:
-    add_image(store, "one", "a", "b")
-    add_image(store, "two", "a")
-    store.name_layer(LayerName("workspace", "w", "1"), digest_of("a"))
-    assert store.used_by(digest_of("a")) == ("one", "two", "workspace:w@1")
-    assert store.used_by(digest_of("c")) == ()
-
-
-def test_nothing_is_collected_while_kept(store: ImageStore) -> None:
-    add_layer(store, "layer")
-    collected = threading.Event()
-
-    def collect() -> None:
-        ImageStore(store.root).gc(grace_s=0)
-        collected.set()
-
-    with store.kept():
-        thread = threading.Thread(target=collect)
-        thread.start()
-        assert store.record(digest_of("layer"))
-        assert not collected.is_set()
-    thread.join()
-    assert store.list().layers == ()

@@ -14,7 +14,7 @@ import time
 
 import msgspec
 
-from opendsec.api.errors import NotFound
+from opendsec.api.errors import Internal, NotFound
 from opendsec.images import records
 from opendsec.images.dockerfile.plan import Action
 from opendsec.images.records import Damaged
@@ -49,8 +49,8 @@ class StepCache:
         try:
             record = records.read(path, _MAGIC, _VERSION, _Record)
             if record.digest:
-                touch(self._store, record.digest)
-        except (FileNotFoundError, NotFound, Damaged):
+                self._store.renew(record.digest)
+        except (FileNotFoundError, NotFound, Internal, Damaged):
             return None
         with contextlib.suppress(FileNotFoundError):
             os.utime(path)
@@ -68,11 +68,3 @@ class StepCache:
             with contextlib.suppress(FileNotFoundError):
                 for entry in sorted(entries, key=lambda entry: entry.stat().st_mtime)[: len(entries) - MAX_RECORDS * 9 // 10]:
                     os.unlink(entry.path)
-
-
-def touch(store: ImageStore, digest: str) -> None:
-    """Keep a layer that nothing names for another period of grace. Raises NotFound."""
-    try:
-        os.utime(store.layer_ref(digest).meta.parent)
-    except FileNotFoundError:
-        raise NotFound(f"no layer {digest} is stored here", data={"digest": digest}) from None

@@ -19,7 +19,7 @@ import msgspec
 from opendsec.api.errors import InvalidRequest, NotFound
 from opendsec.images.oci import convert
 from opendsec.images.oci import manifest as formats
-from opendsec.images.oci.limits import MAX_CONFIG_BYTES, MAX_MANIFEST_BYTES, Limits
+from opendsec.images.oci.limits import MAX_CONFIG_BYTES, MAX_LAYERS, MAX_MANIFEST_BYTES, Limits
 from opendsec.images.oci.sources import Progress, Stored, open_regular
 from opendsec.images.oci.tarstream import BadLayer, TarStream, shown
 
@@ -47,8 +47,8 @@ class Archive:
         image = _select(images, f"{name}:{tag}" if tag else name)
         self.config = self._small(image.config, MAX_CONFIG_BYTES)
         _check_name(image.config, self.config)
-        if len(image.layers) > 127:
-            raise InvalidRequest(f"the image has {len(image.layers)} layers, at most 127", field="reference")
+        if len(image.layers) > MAX_LAYERS:
+            raise InvalidRequest(f"the image has {len(image.layers)} layers, at most {MAX_LAYERS}", field="reference")
         self._paths = [self._member(layer) for layer in image.layers]
         self.layers = tuple(
             Stored(name=layer[:200], size=path.stat().st_size) for layer, path in zip(image.layers, self._paths, strict=True)

@@ -9,22 +9,19 @@ would be the same. Nothing is lost with a record but the time to convert a layer
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from opendsec.api.errors import Internal, NotFound
 from opendsec.images import records
-from opendsec.images.oci.nodes import Below, Question
+from opendsec.images.oci.nodes import Answers, Below, Question
 from opendsec.images.records import Damaged
 from opendsec.images.store import ImageStore
 
 _MAGIC, _VERSION = "opendsec-oci-layer", 1
 _RULES = 1  # raise it when the same layer would become another one
-
-Answers = Callable[[Sequence[Question]], list[Below | None]]
 
 
 class Converted(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,9 +52,8 @@ class Cache:
             ):
                 continue
             try:
-                with self._store.kept():  # and then the grace period of a collection starts again
-                    os.utime(self._store.directory(found.digest))
-            except (NotFound, Internal, FileNotFoundError):
+                self._store.renew(found.digest)
+            except (NotFound, Internal):
                 path.unlink(missing_ok=True)
                 continue
             return found

@@ -27,15 +27,13 @@ from opendsec.images.layers import DATA, META
 from opendsec.images.oci import confine, decompress
 from opendsec.images.oci.erofs_image import Blob, write_metadata
 from opendsec.images.oci.limits import Limits
-from opendsec.images.oci.nodes import Below, LayerTree, Question
+from opendsec.images.oci.nodes import Answers, Below, LayerTree, Question
 from opendsec.images.oci.tarstream import BadLayer, TarStream
 
 _MAX_MESSAGE = 256 << 20
 _MEMORY_BYTES = 8 << 30
 _DECOMPRESSOR_BYTES = 1 << 30
 _PIPE = 1 << 20
-
-Answers = Callable[[Sequence[Question]], list[Below | None]]
 
 
 class Input(msgspec.Struct, frozen=True, kw_only=True):

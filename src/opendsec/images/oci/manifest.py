@@ -14,12 +14,9 @@ import msgspec
 from opendsec.api.errors import InvalidRequest, NotFound, Unsupported
 from opendsec.images.oci.limits import MAX_CONFIG_BYTES, MAX_LAYERS, MAX_MANIFEST_BYTES
 
-OCI_INDEX = "application/vnd.oci.image.index.v1+json"
 OCI_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 OCI_CONFIG = "application/vnd.oci.image.config.v1+json"
 OCI_LAYER_GZIP = "application/vnd.oci.image.layer.v1.tar+gzip"
-DOCKER_LIST = "application/vnd.docker.distribution.manifest.list.v2+json"
-DOCKER_MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
 _LAYERS = re.compile(
     r"application/vnd\.oci\.image\.layer\.v1\.tar(?:\+gzip|\+zstd)?|application/vnd\.docker\.image\.rootfs\.diff\.tar(?:\.gzip|\.zstd)?"
 )

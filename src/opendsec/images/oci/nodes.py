@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import stat
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from opendsec.images.erofs import TIMESTAMP
+from opendsec.images.layers import MAX_ID
 from opendsec.images.oci.limits import Limits
 from opendsec.images.oci.tarstream import BadLayer, Entry, shown
 
-MAX_ID = 65_535  # a sandbox has so many ids
 MAX_LINKS = 255
 MAX_NOTES = 100
 WHITEOUT, META, OPAQUE = b".wh.", b".wh..wh.", b".wh..wh..opq"
@@ -101,6 +101,9 @@ class Question(NamedTuple):
 
     path: bytes
     attributes: bool
+
+
+Answers = Callable[[Sequence[Question]], list[Below | None]]
 
 
 class LayerTree:

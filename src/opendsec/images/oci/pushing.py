@@ -15,13 +15,14 @@ from pathlib import Path
 import msgspec
 
 from opendsec.api.errors import Conflict, NotFound
+from opendsec.images.layers import LayerRef
 from opendsec.images.oci import export, settings
 from opendsec.images.oci.jobs import Exported, Job
 from opendsec.images.oci.manifest import OCI_CONFIG, OCI_LAYER_GZIP, OCI_MANIFEST, digest_of
 from opendsec.images.oci.pulling import Step
 from opendsec.images.oci.skopeo import Skopeo
 from opendsec.images.oci.sources import REF_NAME, Progress
-from opendsec.kernel import mounts
+from opendsec.images.view import merged
 
 _LEVEL = 6
 
@@ -93,15 +94,8 @@ def _layer(layer: Exported, layout: Path, progress: Progress) -> tuple[str, _Des
     staged = layout / "blobs" / "sha256" / "staged"
     with open(staged, "wb") as file:
         packer = _Packer(file.write, lambda done: progress("packing", min(done, total), total))
-        mount = mounts.mount_erofs(layer.meta, layer.data)
-        try:
-            root = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=mount)
-            try:
-                export.tar(root, packer.write)
-            finally:
-                os.close(root)
-        finally:
-            os.close(mount)
+        with merged([LayerRef(layer.digest, Path(layer.meta), Path(layer.data))]) as root:
+            export.tar(root, packer.write)
         packer.finish()
     digest = f"sha256:{packer.digest.hexdigest()}"
     size = staged.stat().st_size
