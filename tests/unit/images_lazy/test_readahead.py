@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import random
 
-from opendsec.images.lazy.readahead import LARGEST, STREAMS, ReadAhead
+from opendsec.images.lazy.readahead import AROUND, LARGEST, STREAMS, ReadAhead
 
 
 def test_single_reads_here_and_there_load_nothing_more() -> None:
@@ -51,3 +51,13 @@ def test_reads_out_of_order_and_repeated_belong_to_their_stream() -> None:
             loaded.update(ahead.note(chunk, chunk))
             loaded.update(ahead.note(chunk, chunk))
     assert len(loaded) > 250
+
+
+def test_what_lies_around_is_more_where_more_was_asked_for_and_stays_within_the_layer() -> None:
+    ahead = ReadAhead(3 * AROUND + 3)
+    ahead.note(20, 20)
+    assert ahead.around(20) == range(AROUND, AROUND + AROUND // 2)
+    ahead.note(30, 30)
+    assert ahead.around(30) == range(AROUND, 2 * AROUND)
+    ahead.note(3 * AROUND + 1, 3 * AROUND + 1)
+    assert ahead.around(3 * AROUND + 1) == range(3 * AROUND, 3 * AROUND + 3)

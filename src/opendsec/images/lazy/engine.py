@@ -21,6 +21,8 @@ from opendsec.images.lazy.chunkmap import HERE
 PARALLEL = 32
 FOR_DEMAND = 8  # of these, never taken by prefetch
 LARGEST_FETCH = 16  # chunks
+SPECULATE_UP_TO = 2 * LARGEST_FETCH  # chunks under way: 2 MiB are what a line of 1 Gbit/s carries in 16 ms
+GUESSED = -1  # the place of read-ahead and the like among what is prefetched: before traces and warming
 REMEMBER_FAILURE_S = 1.0
 """A reader that is refused asks again at once, by the page: it is not to wait for a second deadline."""
 
@@ -82,12 +84,14 @@ class Engine:
         self._prefetch: list[tuple[int, int, CachedLayer, int]] = []  # heap by place, then by arrival
         self._arrivals = 0
         self._running: set[asyncio.Task[None]] = set()
-        self._prefetching = 0
+        self._prefetching = self._chunks_prefetching = 0
 
-    def want(self, layer: CachedLayer, chunks: Iterable[int], done: Done) -> None:
-        """A reader waits: `done` is called when all are HERE, perhaps at once, or when one cannot be had."""
+    def want(self, layer: CachedLayer, chunks: Iterable[int], done: Done) -> list[int]:
+        """A reader waits: `done` is called when all are HERE, perhaps at once, or when one cannot be had. Returns those that nobody had
+        foreseen."""
         waiter = Waiter(done)
         queue = self._queue(layer)
+        unforeseen = []
         waiter.left = 1  # until all are counted
         for index in chunks:
             if layer.map.states[index] == HERE:
@@ -96,13 +100,23 @@ class Engine:
             if until > self._clock():
                 waiter.error = error
                 break
-            job = queue.jobs.setdefault(index, _Job())
+            job = queue.jobs.get(index)
+            if job is None:
+                job = queue.jobs[index] = _Job()
+                unforeseen.append(index)
             waiter.left += 1
             job.waiters.append(waiter)
             if not job.running:
                 self._demand[layer, index] = None
         waiter.one(0)
         self._dispatch()
+        return unforeseen
+
+    def want_with_neighbours(self, layer: CachedLayer, chunks: Iterable[int], done: Done) -> None:
+        """`want`, and load what lies around if nobody had foreseen this, as long as the line has not enough to do."""
+        for index in self.want(layer, chunks, done):
+            if layer.readahead is not None and self._chunks_prefetching < SPECULATE_UP_TO:
+                self.prefetch(layer, ((chunk, GUESSED) for chunk in layer.readahead.around(index)))
 
     def prefetch(self, layer: CachedLayer, entries: Iterable[tuple[int, int]], done: Done | None = None) -> None:
         """Nobody waits, but somebody will. `entries`: chunks, each with its place: smaller ones first. `done` as of `want`."""
@@ -187,6 +201,7 @@ class Engine:
             queue.jobs[each].running = True
             self._demand.pop((layer, each), None)
         self._prefetching += prefetching
+        self._chunks_prefetching += (last - first + 1) * prefetching
         task = asyncio.ensure_future(self._fetch(queue, first, last - first + 1, prefetching))
         self._running.add(task)
 
@@ -203,6 +218,7 @@ class Engine:
             raise
         finally:
             self._prefetching -= prefetching
+            self._chunks_prefetching -= count * prefetching
             task = asyncio.current_task()
             if task is not None:
                 self._running.discard(task)

@@ -20,8 +20,8 @@ from collections.abc import Callable
 
 from opendsec.images.lazy.board import MAX_ASKED, Board
 from opendsec.images.lazy.cache import CachedLayer
-from opendsec.images.lazy.engine import Engine
-from opendsec.images.lazy.watch import READ_AHEAD, or_end
+from opendsec.images.lazy.engine import GUESSED, Engine
+from opendsec.images.lazy.watch import or_end
 from opendsec.kernel import fuse, procfs
 from opendsec.kernel.fuse import Request
 
@@ -142,7 +142,7 @@ class FuseFiles:
             self.misses += 1
             self._loop.call_soon_threadsafe(self._miss, layer, number, unique, offset, size, chunks)
         if ahead:
-            entries = [(chunk, READ_AHEAD) for chunk in ahead]
+            entries = [(chunk, GUESSED) for chunk in ahead]
             self._loop.call_soon_threadsafe(self._engine(layer).prefetch, layer, entries)
 
     def _try(self, layer: CachedLayer, number: int, unique: int, offset: int, size: int, chunks: range) -> bool:
@@ -162,7 +162,7 @@ class FuseFiles:
             elif not self._try(layer, number, unique, offset, size, chunks):
                 self._miss(layer, number, unique, offset, size, chunks)
 
-        self._engine(layer).want(layer, chunks, done)
+        self._engine(layer).want_with_neighbours(layer, chunks, done)
         self.on_miss(layer)
 
     def _answer(self, number: int, unique: int, error: int, data: bytes) -> None:

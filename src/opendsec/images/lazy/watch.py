@@ -19,10 +19,8 @@ from collections.abc import Callable
 
 from opendsec.images.lazy.board import Board
 from opendsec.images.lazy.cache import CachedLayer
-from opendsec.images.lazy.engine import Engine
+from opendsec.images.lazy.engine import GUESSED, Engine
 from opendsec.kernel.fanotify import Event, Group
-
-READ_AHEAD = -1  # its place among what is prefetched: before traces and warming
 
 Find = Callable[[tuple[int, int]], CachedLayer | None]
 
@@ -103,11 +101,11 @@ class Watch:
             else:
                 self._answer(event, error)
 
-        self._engine(layer).want(layer, chunks, done)
+        self._engine(layer).want_with_neighbours(layer, chunks, done)
         self.on_miss(layer)
 
     def _ahead(self, layer: CachedLayer, chunks: range) -> None:
-        self._engine(layer).prefetch(layer, ((chunk, READ_AHEAD) for chunk in chunks))
+        self._engine(layer).prefetch(layer, ((chunk, GUESSED) for chunk in chunks))
 
     def _answer(self, event: Event, error: int) -> None:
         # The reader may have been killed meanwhile: then nobody takes the answer.
