@@ -123,6 +123,7 @@ class LivePool:
         holder.current = call
         try:
             ended = await holder.member.call(call.job)
+            result = outcome.result(ended, call.bounds, index=call.index, cold=call.cold)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._pools.closed or task is None or not (call.cancelled or holder.overdue):
@@ -142,7 +143,7 @@ class LivePool:
             return self._faulty(holder, call, ended.not_started, started=False)
         if ended.denied:
             self._pools.emit("fn.denied", pool=self.spec.name, member_id=holder.member_id, tenant=call.tenant, what=ended.denied)
-        self._finish(call, outcome.result(ended, call.bounds, index=call.index, cold=call.cold))
+        self._finish(call, result)
         return ended.spoiled, False
 
     def _given_up(self, call: Call) -> bool:
