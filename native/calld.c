@@ -71,6 +71,7 @@ static struct {
 	int answered;
 	int killed;
 	int cancelled;
+	int starved; /* of memory for what it said */
 	const char *reason, *spoiled;
 	char reason_text[512];
 	i32 reaped[16], reaped_status[16];
@@ -147,8 +148,8 @@ static u64 oom_kills_before, pids_denied_before, memory_before;
 
 /* --- to the edge ----------------------------------------------------------------------------------------------------- */
 
-/* The parts make one message. Parts may be large, so more than fits in a datagram goes by memfd. */
-static void tell_edge(u32 type, struct iov *parts, size_t count)
+/* The parts make one message. Parts may be large, so more than fits in a datagram goes by memfd. -1: there is no memory for that. */
+static int tell_edge(u32 type, struct iov *parts, size_t count)
 {
 	struct head head = { MAGIC, type, 0, 0 };
 	struct iov iov[12] = { { &head, sizeof(head) } };
@@ -163,14 +164,18 @@ static void tell_edge(u32 type, struct iov *parts, size_t count)
 		head.flags = IN_MEMFD;
 		fd = (int)SYS2(memfd_create, "answer", MFD_CLOSE_ON_EXEC);
 		for (size_t i = 0; i < count; i++)
-			if (fd < 0 || write_all(fd, parts[i].base, parts[i].len))
-				quit(73);
+			if (fd < 0 || write_all(fd, parts[i].base, parts[i].len)) {
+				if (fd >= 0)
+					SYS1(close, fd);
+				return -1;
+			}
 		count = 0;
 	}
 	if (send_parts(EDGE, iov, 1 + count, &fd, fd >= 0, 0) < 0)
 		quit(74);
 	if (fd >= 0)
 		SYS1(close, fd);
+	return 0;
 }
 
 /* --- what happens ---------------------------------------------------------------------------------------------------- */
@@ -202,6 +207,8 @@ static void drain(int which)
 		long got = room ? SYS3(read, s->fd, s->data + s->len, room) : SYS3(read, s->fd, scrap, sizeof(scrap));
 		if (got == -EAGAIN || got == -EINTR)
 			return;
+		if (got < 0) /* no memory to read it into */
+			call.starved = 1;
 		if (got <= 0) {
 			SYS1(close, s->fd);
 			s->fd = -1;
@@ -538,6 +545,15 @@ static void watch(void)
 	}
 }
 
+/* Until the kernel has taken back most of what the call had, for at most so long. */
+static void await_memory(u64 ms)
+{
+	struct __kernel_timespec step = { .tv_nsec = 1000000 };
+	u64 most = memory_before + call.job.memory_bytes / 2 + call.out[0].len + call.out[1].len + call.ended.files_len;
+	while (ms-- && reading(MEMORY, "") > most)
+		SYS2(nanosleep, &step, 0);
+}
+
 static void run(const u8 *body, u32 len, int body_fd)
 {
 	struct cursor c = { body, body + len, 0 };
@@ -730,7 +746,18 @@ done:;
 		{ reason, call.ended.reason_len },
 		{ call.spoiled, call.ended.spoiled_len },
 	};
-	tell_edge(ENDED, parts, 8);
+	/* What its files and children had is on its way back, and until then it is the call that has all the memory. */
+	if (call.out[0].len + call.out[1].len + call.ended.files_len + call.ended.value_len > INLINE_BYTES)
+		await_memory(call.ended.flags & OOM ? 2000 : 30);
+	if (call.starved || tell_edge(ENDED, parts, 8)) {
+		const char *why = "it left no memory to bring back its output";
+		struct ended bare = call.ended;
+		bare.flags = (bare.flags & ~(u32)(STARTED | HAS_VALUE_)) | CALLERS_FAULT | OOM;
+		bare.stdout_len = bare.stderr_len = bare.value_len = bare.files_len = bare.problem_len = bare.n_files = 0;
+		bare.reason_len = length(why);
+		struct iov rest[] = { { &bare, sizeof(bare) }, { why, bare.reason_len }, { call.spoiled, bare.spoiled_len } };
+		tell_edge(ENDED, rest, 3);
+	}
 	u64 used = call.out[0].len + call.out[1].len;
 	if (used > 256 << 10)
 		SYS3(madvise, buffers, buffers_size, 4 /* MADV_DONTNEED */);
@@ -775,7 +802,7 @@ static __attribute__((noreturn)) void become_interpreter(u64 disk_bytes, int cha
 	int ends[2], given[4] = { channel, program, library, config };
 	SYS1(umask, 0);
 	SYS0(setsid);
-	if ((error = setup_root(disk_bytes)))
+	if ((error = setup_root(disk_bytes, 0)))
 		quit(100);
 	/* Its standard input is a pipe at its end, as a call's is, for what the interpreter learns of it once and for all. */
 	SYS2(pipe2, ends, 0);

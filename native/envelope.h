@@ -134,7 +134,7 @@ static const char *setup_step = "";
 
 /* Become the root of a fresh overlay of the member's layers. In a mount namespace of our own. Where we come from, see kernel/enter.py: layers
  * at /l0, /l1, …, the device directory, a /proc. */
-static long setup_root(u64 disk_bytes)
+static long setup_root(u64 disk_bytes, long proc_flags)
 {
 	char text[64 + 16 * 512], name[64];
 	char *at;
@@ -159,7 +159,7 @@ static long setup_root(u64 disk_bytes)
 	if ((error = SYS5(mount, "overlay", "/r", "overlay", MS_SAFE, text)))
 		return error;
 	setup_step = "/proc";
-	if ((error = mount_at("proc", "/r/proc", "proc", MS_SAFE | MS_NOEXEC, 0)))
+	if ((error = mount_at("proc", "/r/proc", "proc", MS_SAFE | MS_NOEXEC | proc_flags, 0)))
 		return error;
 	setup_step = "/dev";
 	if ((error = mount_at("/dev", "/r/dev", 0, MS_BIND | MS_REC, 0)) || (error = SYS5(mount, "/t/s", "/r/dev/shm", 0, MS_BIND, 0)))
@@ -171,7 +171,7 @@ static long setup_root(u64 disk_bytes)
 		if ((error = SYS5(mount, is_dir ? "/dev/shm" : "/dev/null", name, 0, MS_BIND, 0)))
 			return error;
 	}
-	for (u32 i = 0; i < member.n_read_only; i++) {
+	for (u32 i = 0; i < member.n_read_only && !proc_flags; i++) {
 		put(put(name, "/r/proc/"), member.read_only[i]);
 		if ((error = SYS5(mount, name, name, 0, MS_BIND, 0)) ||
 		    (error = SYS5(mount, 0, name, 0, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_SAFE | MS_NOEXEC, 0)))
@@ -543,7 +543,7 @@ static __attribute__((noinline, noreturn)) void run_program(void)
 		error = SYS3(close_range, 3, ~0U, 0);
 	limit_cpu(exec_cpu_us);
 	SYS1(umask, 022);
-	if (error >= 0 && (error = be_first_victim()) >= 0 && (error = become_user()) >= 0 && (error = drop_capabilities()) >= 0 &&
+	if (error >= 0 && (error = become_user()) >= 0 && (error = drop_capabilities()) >= 0 &&
 	    (error = load_filter(member.call_filter, member.call_filter_len)) >= 0) {
 		default_signals();
 		exec_error = exec_program();
@@ -592,7 +592,13 @@ static __attribute__((noreturn)) void envelope(int sock, u64 disk_bytes, const u
 	/* The interpreter must be able to join our namespaces, which the kernel lets only those do who may look into us. */
 	SYS5(prctl, PR_SET_DUMPABLE, 1, 0, 0, 0);
 	SYS5(prctl, PR_SET_NAME, "call", 0, 0, 0);
-	error = setup_root(disk_bytes);
+	/* Where memory runs out something of the call is killed, whatever holds the memory: the largest of its processes, and when they all
+	 * are small then we, and its files go with us. Never the supervisor or its interpreter, so nothing in here may take that back: /proc
+	 * is read-only. */
+	if ((error = be_first_victim()) < 0)
+		setup_step = "the choice of a victim";
+	else
+		error = setup_root(disk_bytes, MS_RDONLY);
 	report.what = 'R';
 	report.error = (i32)-error;
 	if (error)

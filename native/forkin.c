@@ -98,10 +98,6 @@ static long settle(struct forkin_call *call)
 	}
 	if ((result = SYS3(close_range, 3 + has_body, ~0U, 0)) < 0)
 		return result;
-	/* The entries in /proc of a process that cannot be dumped are nobody's in here. */
-	SYS5(prctl, PR_SET_DUMPABLE, 1, 0, 0, 0);
-	if ((result = be_first_victim()) < 0)
-		return result;
 	limit_cpu(head.cpu_us);
 	if ((result = drop_capabilities()) < 0)
 		return result;
@@ -113,7 +109,13 @@ static long settle(struct forkin_call *call)
 /* The child that shares our memory. */
 static __attribute__((noinline)) int in_between(int (*libc_fork)(void))
 {
-	long result = SYS2(setns, fds[0], JOINED);
+	long result;
+	/* Here, since the call's own /proc is read-only; it is inherited. The entries in /proc of a process that cannot be dumped are nobody's. */
+	SYS5(prctl, PR_SET_DUMPABLE, 1, 0, 0, 0);
+	result = be_first_victim();
+	SYS5(prctl, PR_SET_DUMPABLE, 0, 0, 0, 0);
+	if (result >= 0)
+		result = SYS2(setns, fds[0], JOINED);
 	if (result < 0) {
 		forked = result;
 		SYS1(exit, 0);

@@ -49,6 +49,35 @@ def test_memory(member: Calls) -> None:
     member.check()
 
 
+# Whatever it holds the memory by, and however harmless it makes itself look, none of those that serve it is killed in its stead.
+HOARD = """
+import os, sys
+for score in ('-1000', '-1', '0', '500'):
+    try:
+        with open('/proc/self/oom_score_adj', 'w') as file: file.write(score)
+        print('lowered')
+    except OSError: pass
+sys.stdout.write('x' * 4_000_000)
+sys.stdout.flush()
+with open('/dev/shm/x', 'wb', buffering=0) as file:
+    while True: file.write(bytes(65536))
+"""
+
+
+def test_memory_that_no_process_has(member: Calls) -> None:
+    for kind in ("source", "exec"):
+        job = member.job(
+            kind, source=HOARD, argv=["python3", "-c", HOARD], output_bytes=4 * MIB, memory_bytes=32 * MIB, disk_bytes=256 * MIB
+        )  # type: ignore[arg-type]
+        ended = member.run(job)
+        assert (ended.signal, ended.oom_killed, ended.spoiled) == (9, True, "")
+        assert ended.stdout == b"x" * 4_000_000
+    small = "for i in 1 2 3 4 5 6 7 8; do sleep 100 & done; exec cat /dev/zero > /dev/shm/x"
+    ended = member.exec("sh", "-c", small, memory_bytes=32 * MIB, disk_bytes=256 * MIB, wall_time_s=10)
+    assert (ended.code, ended.oom_killed, ended.spoiled) == (None, True, "")
+    member.check()
+
+
 def test_memory_of_one_call_is_not_the_next_ones(member: Calls) -> None:
     for _ in range(4):
         assert member.python("x = bytearray(90 << 20)", memory_bytes=100 * MIB).code == 0
