@@ -820,7 +820,7 @@ static __attribute__((noreturn)) void become_interpreter(u64 disk_bytes, int cha
 	SYS3(write, adjust, "0", 1);
 	if ((error = become_user()) || (error = drop_capabilities()) < 0)
 		quit(101);
-	if (load_filter(member.zygote_filter, member.zygote_filter_len) < 0)
+	if (load_filter(member.warm_filter, member.warm_filter_len) < 0)
 		quit(102);
 	default_signals();
 	quit(exec_program() & 0x3f);
@@ -913,14 +913,14 @@ static void read_setup(void)
 	struct cursor c = { body, body + head.len, 0 };
 	u32 n_argv = take_u32(&c), n_env = take_u32(&c), n_masked = take_u32(&c), n_read_only = take_u32(&c);
 	member.call_filter_len = take_u32(&c);
-	member.zygote_filter_len = take_u32(&c);
+	member.warm_filter_len = take_u32(&c);
 	member.cores = take_u32(&c);
 	cpu_is_v1 = (int)take_u32(&c);
 	u64 disk_bytes = take_u64(&c), patience_us = take_u64(&c);
 	if (n_argv > MAX_WORDS || n_env > MAX_WORDS || n_masked > MAX_MASKED || n_read_only > MAX_MASKED || !member.cores)
 		quit(75);
 	member.call_filter = take(&c, member.call_filter_len);
-	member.zygote_filter = take(&c, member.zygote_filter_len);
+	member.warm_filter = take(&c, member.warm_filter_len);
 	member.workdir = take_text(&c);
 	member.env[0] = 0;
 	for (member.n_env = 0; member.n_env < n_env; member.n_env++)

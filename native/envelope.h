@@ -24,8 +24,8 @@ static struct {
 	u32 n_env;
 	const char *masked[MAX_MASKED], *read_only[MAX_MASKED];
 	u32 n_masked, n_read_only;
-	const u8 *call_filter, *zygote_filter;
-	u32 call_filter_len, zygote_filter_len;
+	const u8 *call_filter, *warm_filter;
+	u32 call_filter_len, warm_filter_len;
 	u64 cores;
 } member;
 
