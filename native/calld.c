@@ -55,9 +55,11 @@ static struct {
 	u64 disk_bytes;
 	int rooted;
 	int dead;
+	int disk_full; /* at its end */
 	struct report report;
 	int told; /* a report has come that nobody has looked at */
-} env;
+	int disk; /* what is written, so that we see whether it was full; or -1 */
+} env = { .disk = -1 };
 
 static struct {
 	int busy;
@@ -186,7 +188,8 @@ static void kill_envelope(void)
 		SYS2(kill, env.pid, SIGKILL);
 }
 
-/* End the call's processes, whatever they are at. The envelope is left to bring back what it may. */
+/* End the call's processes, whatever they are at. An envelope that has something to bring back or to tell is left to do so; else its end
+ * is the kernel's business, which kills all that is in its pid namespace first. */
 static void finish(void)
 {
 	struct go go = { 0, 0, 0, 0 };
@@ -194,7 +197,7 @@ static void finish(void)
 	if (call.killed)
 		return;
 	call.killed = 1;
-	if (env.dead || send_parts(env.sock, &iov, 1, 0, 0, MSG_DONTBLOCK) < 0)
+	if (env.dead || !(call.job.n_outputs || (call.job.kind == KIND_EXEC && !call.over)) || send_parts(env.sock, &iov, 1, 0, 0, MSG_DONTBLOCK) < 0)
 		kill_envelope();
 }
 
@@ -264,8 +267,13 @@ static void hear_envelope(void)
 	long got = receive(env.sock, &report, sizeof(report), fds, &n_fds, MSG_DONTBLOCK);
 	if (got < (long)(sizeof(report) - PROBLEM_BYTES))
 		return;
-	if (report.what == 'R')
+	if (report.what == 'R') {
 		env.rooted = 1;
+		if (n_fds)
+			env.disk = fds[--n_fds];
+	}
+	for (int i = 0; i < n_fds; i++)
+		SYS1(close, fds[i]);
 	if (report.what == 'E') {
 		if (call.busy && call.job.kind == KIND_EXEC && report.pid == call.pid)
 			main_ended(report.status);
@@ -357,14 +365,13 @@ static void make_envelope(u64 disk_bytes)
 	struct clone_args args = { .flags = ENVELOPE_FLAGS, .exit_signal = SIGCHLD };
 	static struct report scrap;
 	int fds[MAX_PASSED], n_fds;
-	while (receive(envelope_socks[0], &scrap, sizeof(scrap), fds, &n_fds, MSG_DONTBLOCK) >= 0)
-		;
-	while (receive(envelope_socks[1], &scrap, sizeof(scrap), fds, &n_fds, MSG_DONTBLOCK) >= 0)
-		for (int i = 0; i < n_fds; i++)
-			SYS1(close, fds[i]);
+	for (int end = 0; end < 2; end++)
+		while (receive(envelope_socks[end], &scrap, sizeof(scrap), fds, &n_fds, MSG_DONTBLOCK) >= 0)
+			for (int i = 0; i < n_fds; i++)
+				SYS1(close, fds[i]);
 	env.sock = envelope_socks[0];
 	env.disk_bytes = disk_bytes;
-	env.rooted = env.dead = env.told = 0;
+	env.rooted = env.dead = env.told = env.disk_full = 0;
 	long pid = SYS2(clone3, &args, sizeof(args));
 	if (pid == 0)
 		envelope(envelope_socks[1], disk_bytes, inbox + sizeof(struct head));
@@ -385,6 +392,16 @@ static int await_report(u64 deadline)
 	return told;
 }
 
+static int is_full(int fd)
+{
+	struct {
+		long type, bsize;
+		u64 blocks, bfree, bavail, files, ffree;
+		long rest[8];
+	} room = { 0 };
+	return !SYS2(fstatfs, fd, &room) && (room.bavail == 0 || room.ffree == 0);
+}
+
 static int bury_envelope(void)
 {
 	u64 deadline = now_us() + DEATH_US;
@@ -401,6 +418,11 @@ static int bury_envelope(void)
 	if (!env.dead)
 		return 0;
 	env.pid = 0;
+	if (env.disk >= 0) {
+		env.disk_full = is_full(env.disk);
+		SYS1(close, env.disk);
+		env.disk = -1;
+	}
 	return 1;
 }
 
@@ -683,9 +705,9 @@ static void run(const u8 *body, u32 len, int body_fd)
 	}
 	for (int i = 0; i < 2; i++)
 		drain(i);
+	if (env.disk_full)
+		call.ended.flags |= DISK;
 	if (last.what == 'D') {
-		if (last.disk_full)
-			call.ended.flags |= DISK;
 		call.ended.n_files = last.n_files;
 		call.ended.files_len = last.files_len;
 		call.ended.problem_len = last.problem_len;
