@@ -19,7 +19,7 @@ from opendsec.api.fn import FnCall, FnInput, FnLimits, FnResult, JudgeTask, Lang
 from opendsec.api.fn_check import Bounds, check_limits
 from opendsec.api.units import format_bytes, parse_bytes
 from opendsec.edge.fn import languages as definitions
-from opendsec.edge.fn.holding import Call, Done
+from opendsec.edge.fn.holding import Call
 from opendsec.edge.fn.languages import Languages
 from opendsec.edge.fn.pools import Pools
 from opendsec.edge.fn.serving import LivePool
@@ -149,15 +149,12 @@ class Calls:
         assert source is not None
         return program(target, source, files, stdin=stdin, outputs=call.outputs, env=env, artifacts=artifacts)
 
-    def submit(self, target: Target, job: Job, done: Done, *, caller: Hashable, index: int = 0, once: bool = False) -> Call:
-        call = Call(job, target.bounds, caller=caller, tenant=target.tenant, fresh=target.fresh, done=done, index=index, once=once)
-        target.pool.submit(call)
-        return call
-
     async def run(self, target: Target, job: Job, *, caller: Hashable, once: bool = False) -> FnResult:
         """The result of one job. Cancelled, it kills the call. Raises why it could not be made."""
         ended: asyncio.Future[FnResult] = asyncio.get_running_loop().create_future()
-        call = self.submit(target, job, partial(_settle, ended), caller=caller, once=once)
+        done = partial(_settle, ended)
+        call = Call(job, target.bounds, caller=caller, tenant=target.tenant, fresh=target.fresh, done=done, once=once)
+        target.pool.submit(call)
         try:
             return await asyncio.shield(ended)
         except asyncio.CancelledError:

@@ -33,11 +33,9 @@ CLEAR_AT_ONCE = 16
 class Pools:
     """Use: `start` once what the journal says of sandboxes is known, `close` before the node."""
 
-    def __init__(
-        self, node: Node, backend: FnBackend, *, devices: Sequence[Accelerator] = (), members: int = 4, idle_s: float = 60.0
-    ) -> None:
+    def __init__(self, node: Node, backend: FnBackend, *, devices: Sequence[Accelerator], members: int) -> None:
         self.node, self.backend, self.devices = node, backend, tuple(devices)
-        self._members, self._idle_s = members, idle_s  # of implicit pools
+        self._members = members  # of implicit pools
         self.declared: dict[str, LivePool] = {}
         self.implicit: dict[tuple[str, str, int], LivePool] = {}
         self.leases: dict[str, Lease] = {}
@@ -203,7 +201,7 @@ class Pools:
                     other.abandon(Unavailable("its pool is gone"))
                     del self.implicit[old]
             name = f"~{image}{'+python' if python else ''}-{size // MIB}"
-            spec = PoolSpec(name=name, image=image, size=0, max=self._members, python=python, memory=size, idle_s=self._idle_s)
+            spec = PoolSpec(name=name, image=image, size=0, max=self._members, python=python, memory=size)
             pool = LivePool(self, spec, size, implicit=True)
             admission.check_one(pool.limits, self.node.policy)
             self.implicit[key] = pool
