@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from opendsec.api.fn import FnCall, FnResult, PoolSpec
@@ -26,7 +27,7 @@ async def compile_and_run(world: World, source: str, *, compiler: Ended | None, 
         assert world.members.jobs[-1][1].argv[0] == "gcc"
         world.members.end(compiler)
         before += 1
-        if compiler.code != 0 or not compiler.files:
+        if compiler.code != 0 or not compiler.files or compiler.files_problem:
             return await running
     await world.members.until(lambda: len(world.members.jobs) == before + 1)
     assert world.members.jobs[-1][1].argv == ("./main",)
@@ -86,6 +87,19 @@ async def test_refusals_by_the_compiler_are_kept_and_those_of_limits_are_not(wor
 async def test_a_compiler_that_makes_nothing_is_an_error(world: World) -> None:
     result = await compile_and_run(world, "a", compiler=Ended(code=0))
     assert result.outcome == "compile_error" and "left no main" in result.message
+
+
+async def test_half_of_what_a_compiler_made_is_not_run(world: World) -> None:
+    result = await compile_and_run(
+        world, "a", compiler=msgspec.structs.replace(MADE, files_problem="X.class: one of too many output files")
+    )
+    assert result.outcome == "compile_error" and "too much" in result.message and "X.class" in result.message
+    assert len(world.members.jobs) == 1
+
+
+async def test_a_compiler_that_was_killed_has_refused_nothing(world: World) -> None:
+    assert (await compile_and_run(world, "a", compiler=Ended(signal=9))).outcome == "compile_error"
+    assert (await compile_and_run(world, "a", compiler=MADE)).outcome == "ok"
 
 
 async def test_those_who_want_the_same_at_once_wait_for_one_compiler(world: World) -> None:

@@ -23,6 +23,7 @@ import msgspec
 
 from opendsec.api.fn import FnResult
 from opendsec.api.fn_check import Bounds
+from opendsec.edge.fn import outcome
 from opendsec.edge.fn.calls import Calls, Target, encode_source
 from opendsec.edge.fn.languages import command
 from opendsec.edge.log import Log
@@ -93,7 +94,8 @@ class Compiler:
         )
         result = await self._calls.run(place, job, caller=caller)
         compiled = _judge(result, language.artifacts)
-        if compiled.result.outcome == "ok" or (compiled.result.outcome == "compile_error" and not compiled.result.limits_hit):
+        refusal = compiled.result.outcome == "compile_error" and not compiled.result.limits_hit and compiled.result.signal is None
+        if compiled.result.outcome == "ok" or refusal:
             self._remember(key, compiled)
             if compiled.size <= LARGEST_BYTES:
                 async with self._writing:
@@ -165,12 +167,15 @@ def _judge(result: FnResult, wanted: tuple[str, ...]) -> Compiled:
     """What a compiler's end means: it refused the program, or was ended for what the program made it do, or the machine failed."""
     artifacts = result.files
     bare = msgspec.structs.replace(result, files={}, index=0, cold=False)
-    if result.outcome == "ok" and artifacts:
+    incomplete = outcome.INCOMPLETE in result.message
+    if result.outcome == "ok" and artifacts and not incomplete:
         return Compiled(bare, artifacts)
     if result.outcome in ("platform_error", "cancelled"):
         return Compiled(bare, {})
     message = result.message
-    if result.outcome == "ok":
+    if result.outcome == "ok" and incomplete:
+        message = f"what the compiler made is too much: {message}"
+    elif result.outcome == "ok":
         message = f"the compiler ended well but left no {' or '.join(wanted)}" + (f"; {message}" if message else "")
     elif result.outcome != "runtime_error":
         message = f"the compiler was ended ({result.outcome}): {message}"
@@ -179,5 +184,5 @@ def _judge(result: FnResult, wanted: tuple[str, ...]) -> Compiled:
 
 def refused(compiled: Compiled, index: int = 0) -> FnResult:
     """The result of a call whose program could not be compiled."""
-    outcome, message = compiled.result.outcome, compiled.result.message or "the compiler refused it"
-    return FnResult(outcome=outcome, index=index, message=message, compile=compiled.result)
+    message = compiled.result.message or "the compiler refused it"
+    return FnResult(outcome=compiled.result.outcome, index=index, message=message, compile=compiled.result)

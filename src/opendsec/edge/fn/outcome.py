@@ -27,6 +27,7 @@ from opendsec.api.fn_check import Bounds
 from opendsec.api.units import format_bytes
 from opendsec.runtime.fncall.interface import Ended
 
+INCOMPLETE = "not all files could be brought back"
 NOTHING = msgspec.Raw(b"null")
 MARGIN = 200  # levels of nesting less than we could read ourselves
 MOST_DIGITS = 4000  # Python reads numbers of 4,300
@@ -133,7 +134,7 @@ def message_of(ended: Ended, outcome: FnOutcome, hits: tuple[Hit, ...], bounds: 
     if hits:
         parts.append(f"it reached its limit of {' and of '.join(limits[name] for name in hits)}")
     if ended.files_problem:
-        parts.append(f"not all files could be brought back: {ended.files_problem}")
+        parts.append(f"{INCOMPLETE}: {ended.files_problem}")
     return "; ".join(parts)
 
 
