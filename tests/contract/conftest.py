@@ -27,34 +27,40 @@ async def edge(request: pytest.FixtureRequest) -> AsyncGenerator[Edge, None]:
         yield edge
 
 
+def image_of(kind: str) -> str:
+    return IMAGE if kind == "fake" else BASE
+
+
+@contextlib.asynccontextmanager
+async def local_edge(kind: str, directory: Path, **settings: str) -> AsyncGenerator[LocalEdge, None]:
+    """An edge of one kind, and nothing of it afterwards."""
+    if kind != "fake":
+        for folder_on_the_way in (directory, directory.parent):
+            folder_on_the_way.chmod(0o755)  # a sandbox is put together below the run directory, as its own root
+        (directory / "state").mkdir()
+        link_store(base_store(), directory / "state" / "images")
+    local = LocalEdge(directory, settings={**SETTINGS, **settings}, assembling=None if kind == "fake" else assemble)
+    await local.start()
+    try:
+        yield local
+    finally:
+        await local.close()
+
+
 @contextlib.asynccontextmanager
 async def running_edge(kind: str) -> AsyncGenerator[Edge, None]:
-    """An edge of one kind, and nothing of it afterwards."""
     with tempfile.TemporaryDirectory() as folder:
-        directory = Path(folder)
-        if kind == "fake":
-            local = LocalEdge(directory, settings=SETTINGS)
-        else:
-            for folder_on_the_way in (directory, directory.parent):
-                folder_on_the_way.chmod(0o755)  # a sandbox is put together below the run directory, as its own root
-            (directory / "state").mkdir()
-            link_store(base_store(), directory / "state" / "images")
-            local = LocalEdge(directory, settings=SETTINGS, assembling=assemble)
-        await local.start()
-        try:
-            async with local.http() as client:
-                yield Edge(
-                    client=client,
-                    image=IMAGE if kind == "fake" else BASE,
-                    occupied=_occupied(local, fake=kind == "fake"),
-                    records=lambda: _records(local.settings.journal),
-                    restart=local.restart,
-                    tcp=local.tcp,
-                    token=TOKEN,
-                    socket=str(local.settings.socket),
-                )
-        finally:
-            await local.close()
+        async with local_edge(kind, Path(folder)) as local, local.http() as client:
+            yield Edge(
+                client=client,
+                image=image_of(kind),
+                occupied=_occupied(local, fake=kind == "fake"),
+                records=lambda: _records(local.settings.journal),
+                restart=local.restart,
+                tcp=local.tcp,
+                token=TOKEN,
+                socket=str(local.settings.socket),
+            )
 
 
 def _records(journal: Path) -> dict[str, int]:

@@ -60,7 +60,7 @@ class LocalEdge:
 
     async def _fakes(self, settings: Settings, edge_id: str, log: Log) -> Parts:
         images = await asyncio.to_thread(fake_images, settings.state_dir / "images")
-        return fake_parts(self.machine, images)
+        return fake_parts(self.machine, images, languages=settings.fn_languages)
 
     async def start(self) -> None:
         """Returns once it answers; raises what kept it from that."""

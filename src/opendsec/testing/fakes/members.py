@@ -3,7 +3,6 @@
 
 For tests that run their own programs only. What it promises is what its contract suite checks: the whole tree of a call is gone when it has
 ended (found by a variable in the environment), limits of time, memory and output are kept (memory by looking at it now and then).
-`instant`: calls do nothing at all and end at once, to measure what is around them.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ elif spec["kind"] == "function":
 class FakeMembers:
     """A FnBackend. `before_create` may raise, or wait, for a test's purposes."""
 
-    def __init__(self, root: Path, *, instant: bool = False) -> None:
-        self.root, self.instant = root, instant
+    def __init__(self, root: Path) -> None:
+        self.root = root
         self.members: dict[str, FakeMember] = {}
         self.before_create: Callable[[MemberPlan], Awaitable[None]] | None = None
         self.created = 0
@@ -142,9 +141,6 @@ class FakeMember:
         self._busy = True
         self.calls += 1
         try:
-            if self._backend.instant:
-                await asyncio.sleep(0)
-                return Ended(code=0, stdout=job.stdin, stdout_total=len(job.stdin), wall_ms=0.1)
             ended = await self._run(job)
         finally:
             self._busy = False

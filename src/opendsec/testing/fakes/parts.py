@@ -10,6 +10,8 @@ import hashlib
 import sys
 from pathlib import Path
 
+import msgspec
+
 from opendsec.api.images import ImageConfig, LayerKind
 from opendsec.edge.__main__ import main
 from opendsec.edge.assemble import Parts
@@ -59,8 +61,16 @@ def _layer(store: ImageStore, content: bytes, kind: LayerKind, name: LayerName) 
     return record.digest
 
 
-def fake_parts(machine: FakeMachine, images: ImageStore, *, scratch_bytes: int = 1 << 40, scratch_is_memory: bool = False) -> Parts:
-    """Parts over a machine that may outlive the edge."""
+def fake_parts(
+    machine: FakeMachine,
+    images: ImageStore,
+    *,
+    scratch_bytes: int = 1 << 40,
+    scratch_is_memory: bool = False,
+    languages: Path | None = None,
+) -> Parts:
+    """Parts over a machine that may outlive the edge. Every language is in the image `fake`; `languages`: the operator's."""
+    assert machine.root is not None
     return Parts(
         backends={"container": FakeBackend(machine)},
         images=images,
@@ -68,15 +78,9 @@ def fake_parts(machine: FakeMachine, images: ImageStore, *, scratch_bytes: int =
         scratch_driver="fake",
         scratch_bytes=scratch_bytes,
         scratch_is_memory=scratch_is_memory,
-        fn=fake_functions(machine),
-    )
-
-
-def fake_functions(machine: FakeMachine, *, instant: bool = False) -> FnParts:
-    """Function calls on the same machine, every language in the image `fake`."""
-    assert machine.root is not None
-    return FnParts(
-        backend=FakeMembers(machine.root.with_name(f"{machine.root.name}-members"), instant=instant), languages=load(images=f"*={IMAGE}")
+        fn=FnParts(
+            backend=FakeMembers(machine.root.with_name(f"{machine.root.name}-members")), languages=load(languages, images=f"*={IMAGE}")
+        ),
     )
 
 
@@ -87,17 +91,8 @@ async def assemble_fakes(settings: Settings, edge_id: str, log: Log) -> Parts:
     async def close() -> None:
         machine.close()
 
-    parts = fake_parts(machine, fake_images(settings.state_dir / "images"))
-    return Parts(
-        backends=parts.backends,
-        images=parts.images,
-        boot_id=parts.boot_id,
-        scratch_driver=parts.scratch_driver,
-        scratch_bytes=parts.scratch_bytes,
-        scratch_is_memory=False,
-        fn=parts.fn,
-        close=close,
-    )
+    parts = fake_parts(machine, fake_images(settings.state_dir / "images"), languages=settings.fn_languages)
+    return msgspec.structs.replace(parts, close=close)
 
 
 if __name__ == "__main__":
