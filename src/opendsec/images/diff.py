@@ -17,13 +17,12 @@ from typing import Literal
 
 from opendsec.api.images import DiffEntry, DiffReport
 from opendsec.images.store import ImageStore
-from opendsec.images.view import merged
-from opendsec.kernel import abi, procfs, syscalls
+from opendsec.images.view import merged, opened
+from opendsec.kernel import procfs
 
 MAX_ENTRIES = 10_000  # of a report
 MAX_PATH = 3800
 _BLOCK = 1 << 20
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _IGNORED = frozenset(("security.selinux",))
 
 Kind = Literal["file", "dir", "link", "other"]
@@ -57,8 +56,8 @@ class _Comparison:
         while pending:
             folder = pending.pop()
             with contextlib.ExitStack() as stack:
-                a = stack.enter_context(_opened(self.a, folder))
-                b = stack.enter_context(_opened(self.b, folder))
+                a = stack.enter_context(opened(self.a, folder))
+                b = stack.enter_context(opened(self.b, folder))
                 names_a, names_b = (set(map(os.fsencode, os.listdir(fd))) for fd in (a, b))
                 below: list[bytes] = []
                 for name in sorted(names_a | names_b):
@@ -98,15 +97,6 @@ class _Comparison:
         if _xattrs(a, name) != _xattrs(b, name):
             what.append("xattrs")
         return what
-
-
-@contextlib.contextmanager
-def _opened(root: int, path: bytes) -> Iterator[int]:
-    fd = syscalls.openat2(root, path or b".", _DIRECTORY, resolve=abi.RESOLVE_BENEATH | abi.RESOLVE_NO_SYMLINKS)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def _status(fd: int, name: bytes) -> os.stat_result:

@@ -24,12 +24,11 @@ from opendsec.api.errors import InvalidRequest
 from opendsec.images import pyc
 from opendsec.images.erofs import TIMESTAMP
 from opendsec.images.layers import MAX_ID
+from opendsec.images.view import DIRECTORY, opened
 from opendsec.kernel import abi, mounts, syscalls
 
 # Directories above the prefix appear in the sandbox with the highest layer's mode: these must not become 0755.
 _KNOWN_MODES = {b"tmp": 0o1777, b"var/tmp": 0o1777, b"dev/shm": 0o1777, b"root": 0o700, b"run/lock": 0o1777}
-
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Hide(NamedTuple):
@@ -58,7 +57,7 @@ def scan(root_fd: int, *, exclude: Sequence[str], keep_owner: bool, log: Callabl
     pending = [b""]
     while pending:
         folder = pending.pop()
-        with _opened(root_fd, folder) as fd:
+        with opened(root_fd, folder) as fd:
             for name in sorted(map(os.fsencode, os.listdir(fd))):
                 path = folder + b"/" + name if folder else name
                 status = os.stat(name, dir_fd=fd, follow_symlinks=False)
@@ -89,23 +88,9 @@ def scan(root_fd: int, *, exclude: Sequence[str], keep_owner: bool, log: Callabl
 _KINDS = {stat.S_IFCHR: "character device", stat.S_IFBLK: "block device", stat.S_IFSOCK: "socket"}
 
 
-class _opened:
-    """A directory beneath another, by descriptor; no part of the way may be a link."""
-
-    def __init__(self, root_fd: int, path: bytes) -> None:
-        self.root_fd, self.path = root_fd, path
-
-    def __enter__(self) -> int:
-        self.fd = syscalls.openat2(self.root_fd, self.path or b".", _DIRECTORY, resolve=abi.RESOLVE_NO_SYMLINKS | abi.RESOLVE_BENEATH)
-        return self.fd
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.fd)
-
-
 def _is_mount_point(fd: int, name: bytes) -> bool:
     try:
-        os.close(syscalls.openat2(fd, name, _DIRECTORY, resolve=abi.RESOLVE_NO_XDEV))
+        os.close(syscalls.openat2(fd, name, DIRECTORY, resolve=abi.RESOLVE_NO_XDEV))
     except OSError as error:
         if error.errno == errno.EXDEV:
             return True
@@ -126,7 +111,7 @@ def _compiled(root_fd: int, folder: bytes, cache_fd: int, *, hidden: set[bytes])
 def apply(edits: Sequence[Edit], root_fd: int, into: Path) -> None:
     """Write edits into the empty directory `into` as an overlay's upper layer: whiteouts, new files, and the directories above them,
     which have to look like the source's, since an overlay shows the upper one's attributes."""
-    into_fd = os.open(into, _DIRECTORY)
+    into_fd = os.open(into, DIRECTORY)
     try:
         _copy_attributes(root_fd, into_fd)
         made = {b""}
@@ -148,7 +133,7 @@ def _make_parents(path: bytes, root_fd: int, into_fd: int, made: set[bytes]) -> 
         if folder in made:
             continue
         os.mkdir(folder, dir_fd=into_fd)
-        with _opened(root_fd, folder) as source_fd, _opened(into_fd, folder) as target_fd:
+        with opened(root_fd, folder) as source_fd, opened(into_fd, folder) as target_fd:
             _copy_attributes(source_fd, target_fd)
         made.add(folder)
 

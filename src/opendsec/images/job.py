@@ -27,7 +27,7 @@ import msgspec
 
 from opendsec.api.errors import ErrorBody, OpenDSecError, Unavailable
 from opendsec.api.images import BuildEvent
-from opendsec.kernel import abi, mounts, procfs, syscalls
+from opendsec.kernel import abi, fds, mounts, procfs, syscalls
 
 _TELL_S = 0.25  # between two events about how far something is
 
@@ -114,9 +114,7 @@ def _done(job: J, work: Callable[[J], None]) -> int:
 
 
 def say(line: Line) -> None:
-    data = msgspec.json.encode(line) + b"\n"
-    while data:
-        data = data[os.write(1, data) :]
+    fds.write_all(1, msgspec.json.encode(line) + b"\n")
 
 
 class Telling:

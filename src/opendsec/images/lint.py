@@ -16,15 +16,14 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from opendsec.api.images import Finding, LintReport
 from opendsec.images.gitdir import Ref, Repository
 from opendsec.images.packages import Packages
 from opendsec.images.scrub import RULES, Matcher, Scrub
 from opendsec.images.store import ImageStore
-from opendsec.images.view import merged
-from opendsec.kernel import abi, syscalls
+from opendsec.images.view import merged, opened
 
 MAX_ENTRIES = 3_000_000
 MAX_FINDINGS = 1000
@@ -33,7 +32,6 @@ SHOWN = 5  # names in one message
 
 _SKIPPED = frozenset((b"proc", b"sys", b"dev"))
 _SYSTEM = (b"usr/", b"lib/", b"etc/", b"var/", b"bin/", b"sbin/", b"boot/")
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LEFTOVER = re.compile(rb".*\.(?:orig|rej|patch|diff)")
 _WITHOUT_SCRUB = ("scrub.history", "scrub.credentials", "scrub.credentials.key", "scrub.credentials.token", "scrub.core", "scrub.agent")
 
@@ -77,9 +75,9 @@ class _Linter:
                 continue
             with contextlib.ExitStack() as stack:
                 try:
-                    fd = whole = stack.enter_context(_opened(self.root if self.layer < 0 else self.layer, path))
+                    fd = whole = stack.enter_context(opened(self.root if self.layer < 0 else self.layer, path))
                     if self.layer >= 0:
-                        whole = stack.enter_context(_opened(self.root, path))
+                        whole = stack.enter_context(opened(self.root, path))
                 except OSError:
                     continue  # hidden by a higher layer
                 with os.scandir(fd) as entries:
@@ -165,16 +163,6 @@ class _Linter:
         if unreachable:
             few = _few([name[:12].decode() for name in sorted(unreachable)])
             self.found("git.unreachable", path, f"{len(unreachable)} commits that no branch and no tag leads to: {few}")
-
-
-@contextlib.contextmanager
-def _opened(root: int, path: bytes) -> Iterator[int]:
-    resolve = abi.RESOLVE_BENEATH | abi.RESOLVE_NO_SYMLINKS | abi.RESOLVE_NO_MAGICLINKS
-    fd = syscalls.openat2(root, path or b".", _DIRECTORY, resolve=resolve)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def _is_git(fd: int) -> bool:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from opendsec.api.errors import Unsupported
 from opendsec.images.layers import MAX_ID
+from opendsec.images.view import DIRECTORY
 from opendsec.kernel import abi, mounts, namespaces, procfs, syscalls
 
 OPAQUE, REDIRECT = "trusted.overlay.opaque", "trusted.overlay.redirect"
@@ -24,7 +25,6 @@ CAPABILITY = "security.capability"
 ACLS = frozenset(("system.posix_acl_access", "system.posix_acl_default"))
 MAX_PATH = 3800  # with a name it must stay a path that the kernel takes
 
-DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _WITHIN = abi.RESOLVE_NO_SYMLINKS | abi.RESOLVE_BENEATH
 _BLOCK = 1 << 20
 

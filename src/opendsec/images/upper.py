@@ -36,8 +36,9 @@ from opendsec.api.images import Finding
 from opendsec.images import pyc
 from opendsec.images.erofs import TIMESTAMP
 from opendsec.images.layers import MAX_ID
-from opendsec.images.redirects import DIRECTORY, MAX_PATH, OPAQUE, Redirects, shifted_back, stays, within
+from opendsec.images.redirects import MAX_PATH, OPAQUE, Redirects, shifted_back, stays, within
 from opendsec.images.scrub import Matcher, Rule, Scrub
+from opendsec.images.view import DIRECTORY
 from opendsec.kernel import abi, mounts, syscalls
 
 METACOPY = "trusted.overlay.metacopy"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers together, as a sandbox sees them: a detached, read-only mount. Ids are those inside."""
+"""Layers together, as a sandbox sees them: a detached, read-only mount. Ids are those inside. And the way down in a hostile tree."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from opendsec.images.layers import LayerRef
-from opendsec.kernel import abi, mounts
+from opendsec.kernel import abi, mounts, syscalls
 
+DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ATTRS = abi.MOUNT_ATTR_NOSUID | abi.MOUNT_ATTR_NODEV | abi.MOUNT_ATTR_NOEXEC
 _OPTIONS = {"redirect_dir": "follow", "metacopy": "off", "index": "off"}
 
@@ -28,3 +29,13 @@ def merged(layers: Sequence[LayerRef]) -> Iterator[int]:
     finally:
         for fd in reversed(held):
             os.close(fd)
+
+
+@contextmanager
+def opened(root: int, path: bytes) -> Iterator[int]:
+    """A directory beneath another; no part of the way may be a link. Raises OSError."""
+    fd = syscalls.openat2(root, path or b".", DIRECTORY, resolve=abi.RESOLVE_NO_SYMLINKS | abi.RESOLVE_BENEATH)
+    try:
+        yield fd
+    finally:
+        os.close(fd)

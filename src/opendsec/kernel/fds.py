@@ -45,6 +45,13 @@ def reopen(fd: int, flags: int) -> int:
     return os.open(procfs.fd_path(fd), flags | os.O_CLOEXEC)
 
 
+def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
+    """All of it, to a descriptor that blocks."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
 def sealed_memfd(name: str, data: bytes, *, executable: bool = False) -> int:
     """An anonymous file that holds `data` and can no longer be changed by anybody. Not `executable`: nor executed."""
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
@@ -55,9 +62,7 @@ def sealed_memfd(name: str, data: bytes, *, executable: bool = False) -> int:
             raise
         fd = os.memfd_create(name, flags)  # before 6.3 every memfd is executable
     try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
+        write_all(fd, data)
         os.lseek(fd, 0, os.SEEK_SET)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
     except BaseException:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from opendsec.images.lazy.client import Loader
+from opendsec.images.lazy.protocol import Mechanism
 from tests.lazy import Layer, Reader, Rig, noise
 
 pytestmark = [pytest.mark.requires("fanotify_pre_content"), pytest.mark.slow]
@@ -28,9 +29,11 @@ async def held_reader(rig: Rig, loader: Loader, layer: Layer, name: str = "big")
     return reader
 
 
+@pytest.mark.requires("fuse")
+@pytest.mark.parametrize("mechanism", ["fanotify", "fuse"])
 @pytest.mark.parametrize("role", ["loader", "keeper 0", "keeper 1"])
-async def test_one_of_the_family_is_killed_while_readers_wait(tmp_path: Path, role: str) -> None:
-    with Rig(tmp_path) as rig:
+async def test_one_of_the_family_is_killed_while_readers_wait(tmp_path: Path, role: str, mechanism: Mechanism) -> None:
+    with Rig(tmp_path, mechanism=mechanism) as rig:
         layer = rig.layer({"big": noise(2 * MIB, 1), "other": noise(MIB, 2)})
         async with rig.loader() as loader:
             reader = await held_reader(rig, loader, layer)

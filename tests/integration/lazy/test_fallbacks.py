@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -62,24 +61,6 @@ async def test_without_a_loader_the_store_says_so(tmp_path: Path) -> None:
 
 
 # --- FUSE ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("role", ["loader", "keeper 0", "keeper 1"])
-async def test_fuse_survives_the_death_of_one(tmp_path: Path, role: str) -> None:
-    with Rig(tmp_path, mechanism="fuse") as rig:
-        layer = rig.layer({"big": noise(2 * MIB, 1), "other": noise(MIB, 2)})
-        async with rig.loader() as loader:
-            mount = await rig.mount(loader, layer)
-            gate = rig.web.hold("data.blob")
-            reader = Reader(mount, "big")
-            await asyncio.to_thread(gate.wait_arrived)
-            name, _, number = role.partition(" ")
-            victim = rig.pids(name)[int(number or 0)]
-            os.kill(victim, signal.SIGKILL)
-            rig.wait(lambda: len(rig.pids("loader")) == 1 and len(rig.pids("keeper")) == 2 and victim not in rig.family())
-            rig.web.let_go()
-            assert await reader.result_soon() == layer.files["big"]
-            assert await rig.read(await rig.mount(loader, layer), "other") == layer.files["other"]
 
 
 async def test_a_loader_that_keeps_crashing_refuses_through_fuse_too(tmp_path: Path) -> None:

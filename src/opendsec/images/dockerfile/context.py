@@ -17,11 +17,11 @@ from typing import Literal, NamedTuple
 
 from opendsec.api.errors import InvalidRequest
 from opendsec.images.dockerfile.ignore import Ignore, translate
+from opendsec.images.view import DIRECTORY
 from opendsec.kernel import abi, syscalls
 
 MAX_ENTRIES = 1_000_000
 _BLOCK = 1 << 20
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 
 Kind = Literal["file", "directory", "symlink"]
@@ -136,7 +136,7 @@ class Reader:
         pending = [b""]
         while pending:
             folder = pending.pop()
-            fd = syscalls.openat2(top_fd, folder or b".", _DIRECTORY, resolve=abi.RESOLVE_BENEATH | abi.RESOLVE_NO_SYMLINKS)
+            fd = syscalls.openat2(top_fd, folder or b".", DIRECTORY, resolve=abi.RESOLVE_BENEATH | abi.RESOLVE_NO_SYMLINKS)
             try:
                 for name in sorted(map(os.fsencode, os.listdir(fd)), reverse=True):
                     below = _join(folder, name)

@@ -127,22 +127,9 @@ def start_family(settings: Settings, group: int = -1) -> bool:
             listener.listen(128)
             if log.tell() > 1 << 20:
                 log.truncate(0)
-            job = {
-                "root": os.fspath(settings.root),
-                "stores": os.fspath(settings.stores),
-                "mechanism": settings.mechanism,
-                "listener": listener.fileno(),
-                "lock": lock,
-                "group": group,
-                "limit_bytes": settings.limit_bytes,
-                "parallel": settings.parallel,
-                "deadline_s": settings.deadline_s,
-                "quiet_s": settings.quiet_s,
-                "tick_s": settings.tick_s,
-                "linger_s": settings.linger_s,
-            }
+            job = {**msgspec.structs.asdict(settings), "listener": listener.fileno(), "lock": lock, "group": group}
             subprocess.run(
-                [sys.executable, "-I", "-c", PROGRAM, msgspec.json.encode(job).decode()],
+                [sys.executable, "-I", "-c", PROGRAM, msgspec.json.encode(job, enc_hook=os.fspath).decode()],
                 pass_fds=[listener.fileno(), lock, *([group] if group >= 0 else [])],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

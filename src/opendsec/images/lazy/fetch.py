@@ -36,16 +36,6 @@ class Stores(Protocol):
         """Raises OpenDSecError if there is none of that name, or it cannot be used."""
 
 
-class LocalChunks(Protocol):
-    def find(self, layer: CachedLayer, index: int) -> bytes | None:
-        """The bytes of a chunk that another layer here has; unchecked. Blocking."""
-
-
-class NoLocalChunks:
-    def find(self, layer: CachedLayer, index: int) -> bytes | None:
-        return None
-
-
 class LayerFetcher:
     def __init__(
         self,
@@ -53,12 +43,12 @@ class LayerFetcher:
         pool: ThreadPoolExecutor,
         tell: Tell,
         *,
-        local: LocalChunks | None = None,
+        local: LocalIndex | None = None,
         make_room: Callable[[int], Awaitable[None]] | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> None:
         self._stores, self._pool, self._tell = stores, pool, tell
-        self._local: LocalChunks = local or NoLocalChunks()
+        self._local = local or LocalIndex()
         self._make_room = make_room
         self._deadline_s = deadline_s
         self.fetched_bytes = self.copied_bytes = self.requests = 0
@@ -178,6 +168,7 @@ class LocalIndex:
             self._places.setdefault(int.from_bytes(digests[index * 32 : index * 32 + 8]), (number, index))
 
     def find(self, layer: CachedLayer, index: int) -> bytes | None:
+        """The bytes of a chunk that another layer here has; unchecked. Blocking."""
         number, place = self._places.get(int.from_bytes(layer.table.digest(index)[:8]), (-1, 0))
         source = self._sources[number] if number >= 0 else layer
         if source is layer:

@@ -29,6 +29,7 @@ from opendsec.images.oci.erofs_image import Blob, write_metadata
 from opendsec.images.oci.limits import Limits
 from opendsec.images.oci.nodes import Answers, Below, LayerTree, Question
 from opendsec.images.oci.tarstream import BadLayer, TarStream
+from opendsec.kernel.fds import write_all
 
 _MAX_MESSAGE = 256 << 20
 _MEMORY_BYTES = 8 << 30
@@ -80,9 +81,7 @@ class _Link:
 
     def send(self, message: _Message) -> None:
         data = msgspec.json.encode(message)
-        view = memoryview(len(data).to_bytes(8, "big") + data)
-        while view:
-            view = view[os.write(self.fd, view) :]
+        write_all(self.fd, len(data).to_bytes(8, "big") + data)
 
     def receive(self) -> _Message | None:
         size = int.from_bytes(self._exactly(8), "big")
@@ -119,9 +118,7 @@ def _decompressor(source: int, target: int, report: int) -> None:
     link = _Link(report)
     try:
         for data in decompress.decompressed(source):
-            view = memoryview(data)
-            while view:
-                view = view[os.write(target, view) :]
+            write_all(target, data)
         link.send(_Done([], False))
     except BrokenPipeError:
         pass  # nobody wants the rest
@@ -274,9 +271,7 @@ def _pump(input: Input, writer: int, limits: Limits, progress: Callable[[int], N
     with unpacked(input.fd, name, input.size, limits) as read:
         while block := read(_PIPE):
             digest.update(block)
-            view = memoryview(block)
-            while view:
-                view = view[os.write(writer, view) :]
+            write_all(writer, block)
             progress(os.lseek(input.fd, 0, os.SEEK_CUR))
     found = f"sha256:{digest.hexdigest()}"
     if found != input.diff_id:

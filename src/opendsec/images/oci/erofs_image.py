@@ -17,7 +17,6 @@ The format: fs/erofs/erofs_fs.h and Documentation/filesystems/erofs.rst of Linux
 from __future__ import annotations
 
 import hashlib
-import os
 import stat
 import struct
 from array import array
@@ -26,6 +25,7 @@ from collections.abc import Iterable
 from opendsec.images.erofs import TIMESTAMP
 from opendsec.images.oci.nodes import Inode
 from opendsec.images.oci.tarstream import Segment
+from opendsec.kernel.fds import write_all
 
 BLOCK = 4096
 _SUPER_AT = 1024
@@ -47,12 +47,6 @@ _CHUNK_INDEX = struct.Struct("<HHI")
 
 _PREFIXES = ((b"user.", 1), (b"trusted.", 4), (b"security.", 6))
 _DIRENT_TYPES = {stat.S_IFREG: 1, stat.S_IFDIR: 2, stat.S_IFCHR: 3, stat.S_IFBLK: 4, stat.S_IFIFO: 5, stat.S_IFSOCK: 6, stat.S_IFLNK: 7}
-
-
-def _write(fd: int, data: bytes | bytearray) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
 
 
 class Blob:
@@ -109,7 +103,7 @@ class Blob:
         return at
 
     def flush(self) -> None:
-        _write(self._fd, self._buffer)
+        write_all(self._fd, self._buffer)
         self._buffer.clear()
 
 
@@ -157,14 +151,14 @@ def write_metadata(root: Inode, fd: int, data_blocks: int) -> int:
     for placed in outside:
         placed.blocks = block
         block += -(-placed.tail_bytes // BLOCK)
-    _write(fd, _first_block(len(inodes), block, root.nid, data_blocks))
+    write_all(fd, _first_block(len(inodes), block, root.nid, data_blocks))
     out, written = bytearray(), BLOCK
 
     def pad_to(position: int) -> None:
         nonlocal out, written
         out += bytes(position - written - len(out))
         if len(out) >= 1 << 20:
-            _write(fd, out)
+            write_all(fd, out)
             written += len(out)
             out.clear()
 
@@ -175,7 +169,7 @@ def write_metadata(root: Inode, fd: int, data_blocks: int) -> int:
         pad_to(placed.blocks * BLOCK)
         out += _directory(placed)
     pad_to(block * BLOCK)
-    _write(fd, out)
+    write_all(fd, out)
     return len(inodes)
 
 

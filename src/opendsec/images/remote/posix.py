@@ -187,7 +187,7 @@ class PosixStore:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
                 with open(os.open(staged, flags, 0o600, dir_fd=temporary), "wb", buffering=0) as file:
                     if isinstance(content, bytes):
-                        _write(file.fileno(), content)
+                        fds.write_all(file.fileno(), content)
                         progress(len(content))
                     else:
                         _copy(content, file.fileno(), progress, abandoned)
@@ -231,17 +231,11 @@ def _made(root: int, path: str, mode: int = 0o777, *, resolve: int = 0) -> int:
     return fds.beneath(root, path, _FOLDER, resolve=resolve)
 
 
-def _write(fd: int, content: bytes | memoryview) -> None:
-    view = memoryview(content)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
 def _copy(source: Path, fd: int, progress: Callable[[int], None], abandoned: Abandoned) -> None:
     done = 0
     with open(source, "rb", buffering=0) as file:
         while not abandoned.is_set() and (block := file.read(_BLOCK)):
-            _write(fd, block)
+            fds.write_all(fd, block)
             done += len(block)
             progress(done)
 
