@@ -68,10 +68,14 @@ class App:
             await self._send_error(request or self._unrouted(receive, length), send, internal, routed=request is not None)
 
     def _internal(self, method: str, path: str, error: Exception) -> PlatformError:
-        """What the caller learns of a bug of ours: a number under which the log has the rest. Want of descriptors is none."""
+        """What the caller learns of a bug of ours: a number under which the log has the rest. Want of descriptors or of
+        space is none."""
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             self._log.error("edge.no_descriptors", method=method, path=path, reason=str(error))
             return Unavailable("this edge has no file descriptors left", data={"resource": "descriptors"})
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            self._log.error("edge.no_space", method=method, path=path, reason=str(error))
+            return Unavailable("no space left on this edge's disk", data={"resource": "disk"})
         incident = secrets.token_hex(6)
         self._log.exception("edge.internal_error", incident=incident, method=method, path=path, kind=type(error).__name__)
         return Internal(f"a bug of the edge; its log tells more under incident {incident}", data={"incident": incident})

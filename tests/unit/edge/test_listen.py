@@ -325,11 +325,12 @@ async def test_whoever_sends_no_whole_head_is_let_go(server: Server, monkeypatch
         writer.close()
 
 
-async def test_no_descriptors_left_is_no_bug(server: Server) -> None:
+@pytest.mark.parametrize(("number", "resource"), [(errno.EMFILE, "descriptors"), (errno.ENOSPC, "disk"), (errno.EDQUOT, "disk")])
+async def test_nothing_left_is_no_bug(server: Server, number: int, resource: str) -> None:
     async def answer(request: Request) -> Answer:
-        raise OSError(errno.EMFILE, "Too many open files")
+        raise OSError(number, os.strerror(number))
 
     server.answer = answer
     async with server.client() as client:
         response = await client.get("/v1/info")
-    assert response.status_code == 503 and response.json()["error"]["data"] == {"resource": "descriptors"}
+    assert response.status_code == 503 and response.json()["error"]["data"] == {"resource": resource}
