@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import msgspec
 import pytest
 
-from opendsec.api.errors import InvalidRequest, NotFound, OpenDSecError, Unauthorized, Unavailable
+from opendsec.api.errors import InvalidRequest, NotFound, OpenDSecError, Unauthorized, Unavailable, Unsupported
 from opendsec.api.images import ImageConfig
 from opendsec.images.oci import manifest as formats
-from opendsec.images.oci import settings
+from opendsec.images.oci import export, settings
 from opendsec.images.oci.erofs_image import crc32c
 from opendsec.images.oci.groups import SMALL_BYTES, groups
 from opendsec.images.oci.manifest import Config, ContainerConfig, Descriptor, Platform
@@ -108,3 +110,16 @@ def test_credentials_are_written_as_skopeo_reads_them() -> None:
 
 def test_crc32c() -> None:
     assert crc32c(b"123456789") ^ 0xFFFF_FFFF == 0xE306_9283  # the check value of the standard
+
+
+@pytest.mark.parametrize("name", [".wh.passwd", "folder/.wh..wh..opq", ".wh..wh.plnk/x"])
+def test_what_would_mean_absence_is_not_exported(tmp_path: Path, name: str) -> None:
+    """Others, and we, would take the file for a whiteout: something else would be missing from the image."""
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with pytest.raises(Unsupported, match=r"'\.wh\.…' means absence"):
+            export.tar(fd, lambda data: None)
+    finally:
+        os.close(fd)

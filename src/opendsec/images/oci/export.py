@@ -12,6 +12,7 @@ import stat
 import tarfile
 from collections.abc import Callable, Iterator
 
+from opendsec.api.errors import Unsupported
 from opendsec.images.oci.nodes import OPAQUE, WHITEOUT
 from opendsec.kernel import procfs
 
@@ -21,11 +22,14 @@ _KINDS = {stat.S_IFREG: tarfile.REGTYPE, stat.S_IFDIR: tarfile.DIRTYPE, stat.S_I
 
 
 def tar(root_fd: int, write: Callable[[bytes], None]) -> None:
-    """Write the tar of the tree at a directory descriptor: a mounted layer, alone. Raises OSError."""
+    """Write the tar of the tree at a directory descriptor: a mounted layer, alone. Raises OSError, Unsupported."""
     base = os.fsencode(procfs.fd_path(root_fd)) + b"/"
     links: dict[int, bytes] = {}
     for path, status in _walk(root_fd):
         kind = stat.S_IFMT(status.st_mode)
+        if path.rpartition(b"/")[2].startswith(WHITEOUT):
+            shown = path[:200].decode(errors="backslashreplace")
+            raise Unsupported(f"cannot be written as an OCI image: what is called '.wh.…' means absence there: {shown!r}", field="name")
         if kind == stat.S_IFCHR and status.st_rdev == 0:
             folder, slash, name = path.rpartition(b"/")
             write(_header(folder + slash + WHITEOUT + name, tarfile.REGTYPE, _plain(status), 0, {}))
