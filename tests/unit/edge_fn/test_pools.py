@@ -8,7 +8,7 @@ import asyncio
 import msgspec
 import pytest
 
-from opendsec.api.errors import Conflict, NotFound, QuotaExceeded, Unavailable, Unsupported
+from opendsec.api.errors import Conflict, InvalidRequest, NotFound, QuotaExceeded, Unavailable, Unsupported
 from opendsec.api.fn import FnCall, FnLimits, FnResult, JudgeTask, PoolSpec, Test
 from opendsec.api.images import ImageConfig
 from opendsec.edge.fn import pool
@@ -40,6 +40,21 @@ async def test_a_call_whose_member_dies_is_tried_on_another(world: World) -> Non
     world.members.end()
     assert (await running).outcome == "ok"
     assert world.pools.get("p").machine.lost == 1
+
+
+async def test_a_call_that_a_member_refuses_is_the_callers_and_costs_no_member(world: World) -> None:
+    await declare(world)
+    running = call(world)
+    await world.members.until(lambda: bool(world.members.open))
+    world.members.running[0].set_exception(InvalidRequest("at most 4096", field="argv"))
+    with pytest.raises(InvalidRequest) as caught:
+        await running
+    assert caught.value.field == "argv"
+    again = call(world)
+    await world.members.until(lambda: bool(world.members.running))
+    world.members.end()
+    assert (await again).outcome == "ok"
+    assert world.members.jobs[1][0] is world.members.jobs[0][0] and world.pools.get("p").machine.lost == 0
 
 
 async def test_a_call_that_loses_two_members_is_a_platform_error(world: World) -> None:

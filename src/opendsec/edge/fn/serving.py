@@ -133,6 +133,9 @@ class LivePool:
             if self._given_up(call):
                 return "", False
             return self._faulty(holder, call, "a member did not end a call in time", started=True)
+        except CallerError as error:  # it was not even sent: the member is as it was
+            self._finish(call, error)
+            return "", False
         except Exception as error:
             if not isinstance(error, (SandboxLost, Internal)):
                 self._node.log.error("fn.call_failed", pool=self.spec.name, kind=type(error).__name__, reason=str(error))
