@@ -12,8 +12,8 @@ import pytest
 
 from opendsec.api.errors import InvalidRequest, NotFound, OpenDSecError, Unauthorized, Unavailable, Unsupported
 from opendsec.api.images import ImageConfig
-from opendsec.images.oci import manifest as formats
 from opendsec.images.oci import export, settings
+from opendsec.images.oci import manifest as formats
 from opendsec.images.oci.erofs_image import crc32c
 from opendsec.images.oci.groups import SMALL_BYTES, groups
 from opendsec.images.oci.manifest import Config, ContainerConfig, Descriptor, Platform
