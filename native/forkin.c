@@ -54,11 +54,17 @@ static const struct sock_filter no_setns[] = {
 
 void *memcpy(void *to, const void *from, size_t len)
 {
+#ifdef __x86_64__
+	void *result = to;
+	__asm__ volatile("rep movsb" : "+D"(to), "+S"(from), "+c"(len) : : "memory");
+	return result;
+#else
 	u8 *t = to;
 	const u8 *f = from;
 	while (len--)
 		*t++ = *f++;
 	return to;
+#endif
 }
 
 void *memset(void *to, int byte, size_t len)
@@ -128,9 +134,10 @@ static __attribute__((noinline)) int in_between(int (*libc_fork)(void))
 		SYS1(exit, 0);
 }
 
-/* --- the program's text ---------------------------------------------------------------------------------------------- */
+/* --- memory that is cheap to fork ------------------------------------------------------------------------------------ */
 
-enum { HUGE = 2 << 20, COLLAPSE = 25, WANT_HUGE = 14, MOVE = 3 /* MREMAP_MAYMOVE | MREMAP_FIXED */, PROT_RX = 5 };
+enum { PAGE = 4096, HUGE = 2 << 20, COLLAPSE = 25, MOVE = 3 /* MREMAP_MAYMOVE | MREMAP_FIXED */, PROT_RX = 5 };
+enum { SMALL = 16 * PAGE, MOST = 256 << 20 };
 
 static u64 take_hex(const char **at)
 {
@@ -146,30 +153,85 @@ static u64 take_hex(const char **at)
 	}
 }
 
-/* Replace one huge page of text by a copy in a page of that size. */
-static void copy_huge(u64 start)
+/* One huge page of our own, or 0. */
+static u64 new_huge(void)
 {
-	long room = SYS6(mmap, 0, 2 * HUGE, PROT_RW, MAP_PRIVATE_ | MAP_ANONYMOUS_ | MAP_NORESERVE_, -1, 0);
+	long room = SYS6(mmap, 0, 2 * HUGE, PROT_RW, MAP_PRIVATE_ | MAP_ANONYMOUS_, -1, 0);
 	if (room < 0 && room > -4096)
-		return;
-	u64 copy = ((u64)room + HUGE - 1) & ~(u64)(HUGE - 1);
-	SYS3(madvise, copy, HUGE, WANT_HUGE);
-	memcpy((u8 *)copy, (const u8 *)start, HUGE);
-	if (!SYS3(madvise, copy, HUGE, COLLAPSE) && !SYS3(mprotect, copy, HUGE, PROT_RX))
-		SYS5(mremap, copy, HUGE, HUGE, MOVE, start);
-	SYS2(munmap, room, 2 * HUGE); /* what is left of it */
+		return 0;
+	u64 page = ((u64)room + HUGE - 1) & ~(u64)(HUGE - 1);
+	SYS2(munmap, page + HUGE, (u64)room + HUGE - page);
+	if (page > (u64)room)
+		SYS2(munmap, room, page - (u64)room);
+	*(volatile u8 *)page = 0;
+	if (!SYS3(madvise, page, HUGE, COLLAPSE))
+		return page;
+	SYS2(munmap, page, HUGE);
+	return 0;
 }
 
-/* A fork shares file mappings without copying their page tables: it faults each part in anew, and the kernel counts each page up and down
- * again. A huge page is one entry, and anonymous memory is copied: so let the text around `inside` be that, as far as whole huge pages go. */
-__attribute__((visibility("default"))) void forkin_hug_text(u64 inside)
+static u64 stock, stock_left, stocked; /* what is left of the last huge page */
+
+/* Have the same bytes at the same place, but in parts of huge pages. */
+static void pack(u64 start, u64 len, int writes)
+{
+	while (len) {
+		if (!stock_left) {
+			if (stocked >= MOST || !(stock = new_huge()))
+				return;
+			stocked += stock_left = HUGE;
+		}
+		u64 part = len < stock_left ? len : stock_left;
+		memcpy((u8 *)stock, (const u8 *)start, part);
+		if ((!writes && SYS3(mprotect, stock, part, 1)) || SYS5(mremap, stock, part, part, MOVE, start) < 0)
+			return;
+		stock += part;
+		stock_left -= part;
+		start += part;
+		len -= part;
+	}
+}
+
+/* What is all there of a mapping: to touch the rest would be to make it. And of what is not written to, only what was once. */
+static void pack_mapping(int pagemap, u64 start, u64 end, int writes)
+{
+	u64 present[HUGE / PAGE];
+	for (u64 at = start; at < end; at += HUGE) {
+		u64 len = end - at < HUGE ? end - at : HUGE, n = 0;
+		if (SYS4(pread64, pagemap, present, len / PAGE * 8, at / PAGE * 8) != (long)(len / PAGE * 8))
+			return;
+		for (u64 i = 0; i < len / PAGE; i++)
+			n += present[i] >> 63 && (writes || !(present[i] >> 61 & 1) /* of a file */);
+		if (n >= len / PAGE * 3 / 4)
+			pack(at, len, writes);
+	}
+}
+
+static void copy_text(u64 start)
+{
+	u64 copy = new_huge();
+	if (!copy)
+		return;
+	memcpy((u8 *)copy, (const u8 *)start, HUGE);
+	if (SYS3(mprotect, copy, HUGE, PROT_RX) || SYS5(mremap, copy, HUGE, HUGE, MOVE, start) < 0)
+		SYS2(munmap, copy, HUGE);
+}
+
+/* What a fork does for each page, and its end again, the kernel does by the batch for pages that lie in one block of memory. And a fork
+ * shares file mappings without copying their page tables: it faults each part in anew. So, before the first fork: the text around `inside`
+ * is put into huge pages, as far as whole ones go, which are one entry each; and what was written so far into parts of such blocks, at
+ * the addresses where it is, unless there are threads that could write to it meanwhile. */
+__attribute__((visibility("default"))) void forkin_pack(u64 inside)
 {
 	static char text[65536];
 	u64 run_start = 0, run_end = 0, inode_seen = 0;
 	int has_text = 0;
 	size_t have = 0;
 	long got;
+	struct stat tasks;
 	int fd = (int)SYS4(openat, AT_CWD, "/proc/self/maps", O_RDONLY | O_CLOEXEC, 0);
+	int pagemap = (int)SYS4(openat, AT_CWD, "/proc/self/pagemap", O_RDONLY | O_CLOEXEC, 0);
+	int alone = !SYS4(newfstatat, AT_CWD, "/proc/self/task", &tasks, 0) && tasks.st_nlink == 3;
 	while (fd >= 0 && have < sizeof(text) - 1 && (got = SYS3(read, fd, text + have, sizeof(text) - 1 - have)) > 0)
 		have += (size_t)got;
 	SYS1(close, fd);
@@ -178,24 +240,32 @@ __attribute__((visibility("default"))) void forkin_hug_text(u64 inside)
 		u64 start = take_hex(&at);
 		at++;
 		u64 end = take_hex(&at), inode = 0;
-		int reads = at[1] == 'r', writes = at[2] == 'w', runs = at[3] == 'x', column = 0;
-		for (; *at && *at != '\n'; at++)
+		int reads = at[1] == 'r', writes = at[2] == 'w', runs = at[3] == 'x', private = at[4] == 'p', column = 0, special = 0;
+		for (; *at && *at != '\n'; at++) {
 			if (*at == ' ' && ++column == 4)
 				while (at[1] >= '0' && at[1] <= '9')
 					inode = inode * 10 + (u64)(*++at - '0');
+			special |= *at == '[' && !same(at, "[heap]", 6); /* the stack, what is the kernel's */
+		}
 		at += *at == '\n';
 		int fits = reads && !writes && inode;
 		if (!fits || start != run_end || inode != inode_seen) {
 			if (has_text && run_start <= inside && inside < run_end)
 				for (u64 page = (run_start + HUGE - 1) & ~(u64)(HUGE - 1); page + HUGE <= run_end; page += HUGE)
-					copy_huge(page);
+					copy_text(page);
 			run_start = start;
 			has_text = 0;
 		}
 		run_end = fits ? end : 0;
 		inode_seen = inode;
 		has_text |= fits && runs;
+		if (alone && pagemap >= 0 && reads && !runs && private && !special && end - start >= SMALL)
+			pack_mapping(pagemap, start, end, writes);
 	}
+	if (pagemap >= 0)
+		SYS1(close, pagemap);
+	if (stock_left)
+		SYS2(munmap, stock, stock_left);
 }
 
 /* In a fork: 0, and `call` is filled. In the interpreter itself: only when the supervisor is gone or talks nonsense, a negative errno. */

@@ -77,8 +77,8 @@ def remember(filename: str, source: str) -> None:
     lines[filename] = (len(source), None, source.splitlines(True), filename)
 
 
-def load(workdir: str) -> tuple[Callable[[], int], memoryview, memoryview]:
-    """forkin: what to call, and views of what it tells of a call, first what `loads` takes, then the rest."""
+def load(workdir: str) -> tuple[Callable[[], int], Callable[[], int], memoryview, memoryview]:
+    """forkin: what to call first, what to call for calls, and views of what that tells of one, first what `loads` takes, then the rest."""
     # PyDLL: the interpreter lock stays with us, so a fork is in the state that one by os.fork() would be in.
     library = ctypes.PyDLL("/proc/self/fd/5")
     pointer = ctypes.c_void_p
@@ -86,8 +86,7 @@ def load(workdir: str) -> tuple[Callable[[], int], memoryview, memoryview]:
     after = ctypes.cast(ctypes.pythonapi.PyOS_AfterFork_Child, pointer)
     library.forkin_serve.argtypes = [ctypes.c_int, pointer, pointer, pointer]
     library.forkin_serve.restype = ctypes.c_long
-    library.forkin_hug_text.argtypes = [pointer]
-    library.forkin_hug_text(after)
+    library.forkin_pack.argtypes = [pointer]
     # Forks read the call by views, which need nothing of ctypes: what a fork does not use it does not copy.
     buffer = ctypes.create_string_buffer(BUFFER)
     call = (ctypes.c_int64 * 7)()
@@ -95,7 +94,8 @@ def load(workdir: str) -> tuple[Callable[[], int], memoryview, memoryview]:
     call[0], call[1] = ctypes.addressof(buffer), ctypes.addressof(where)
     kept.extend(locals().values())  # what is written to at a function's end is copied, too
     view, numbers = memoryview(buffer).cast("B"), memoryview(call).cast("B").cast("q")
-    return functools.partial(library.forkin_serve, 3, fork, after, pointer(ctypes.addressof(call))), view, numbers
+    serving = functools.partial(library.forkin_serve, 3, fork, after, pointer(ctypes.addressof(call)))
+    return functools.partial(library.forkin_pack, after), serving, view, numbers
 
 
 def begin_pools() -> None:
@@ -290,7 +290,7 @@ itself, main = sys.modules["__main__"], Module("__main__")
 main.__dict__["__builtins__"] = builtins
 sys.modules["__main__"] = main
 seed = sys.modules["numpy.random"].seed if "numpy.random" in sys.modules else None
-channel = load(workdir)
+pack, *channel = load(workdir)
 os.close(4)
 os.close(5)
 collect()
@@ -298,6 +298,7 @@ begin_pools()
 gc.freeze()  # a collection in a fork touches, and so copies, nothing of what is here now
 before = ctypes.pythonapi.PyOS_BeforeFork
 before.restype = None
+pack()
 os.write(3, b"R")
 before()
 run(serve(*channel), workdir, main, default)
