@@ -135,13 +135,19 @@ class CachedLayer:
         self.trace, self._seen, self._places = [], bytearray(self.table.count), places
         self.readahead = None
 
-    def note_touch(self, chunks: range) -> None:
+    def note_touch(self, chunks: range) -> range:
+        """Somebody is to read these: the chunks to load beforehand."""
+        if self.trace is None and (self.readahead is None or self.complete):
+            return range(0)
         with self.lock:
             if self.trace is not None:
                 for index in chunks:
                     if not self._seen[index]:
                         self._seen[index] = 1
                         self.trace.append((index, next(self._places)))
+            if self.readahead is None or not chunks or self.complete:
+                return range(0)
+            return self.readahead.note(chunks.start, chunks.stop - 1)
 
     # --- readers ---------------------------------------------------------------------------------------------------
 

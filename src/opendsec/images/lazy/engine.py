@@ -161,15 +161,6 @@ class Engine:
             for waiter in job.waiters:
                 waiter.one(errno.EIO)
 
-    @property
-    def busy(self) -> int:
-        return len(self._running)
-
-    async def idle(self) -> None:
-        """Until nothing is being fetched."""
-        while self._running:
-            await asyncio.wait(set(self._running))
-
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _queue(self, layer: CachedLayer) -> _Queue:

@@ -132,12 +132,7 @@ class FuseFiles:
             self._answer(number, unique, errno.EIO, b"")
             return
         chunks = layer.table.covering(offset, size)
-        if layer.trace is not None:
-            layer.note_touch(chunks)
-        ahead = range(0)
-        if layer.readahead is not None and chunks and not layer.complete:
-            with layer.lock:
-                ahead = layer.readahead.note(chunks.start, chunks.stop - 1)
+        ahead = layer.note_touch(chunks)
         if not self._try(layer, number, unique, offset, size, chunks):
             self.misses += 1
             self._loop.call_soon_threadsafe(self._miss, layer, number, unique, offset, size, chunks)

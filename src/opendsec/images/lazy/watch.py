@@ -42,7 +42,6 @@ class Watch:
         self.on_miss: Callable[[CachedLayer], None] = lambda layer: None  # on the loop
         self._loop = asyncio.get_running_loop()
         self.own: set[int] = set()  # threads of ours: what they do to a data file asks like anybody's, but nobody else would answer
-        self._stopping, self._stop = os.pipe2(os.O_CLOEXEC)
         self._thread = threading.Thread(target=or_end, args=[self._run], name="watch", daemon=True)
         self.events = self.misses = 0
 
@@ -52,20 +51,12 @@ class Watch:
             self._handle(event)
         self._thread.start()
 
-    def stop(self) -> None:
-        os.close(self._stop)
-        self._thread.join()
-        os.close(self._stopping)
-
     def _run(self) -> None:
         self.own.add(threading.get_native_id())
         poll = select.poll()
         poll.register(self._group.fd, select.POLLIN)
-        poll.register(self._stopping, select.POLLIN)
         while True:
-            for fd, _ in poll.poll():
-                if fd == self._stopping:
-                    return
+            poll.poll()
             for event in self._board.after_read(self._group.read(self._board.before_read())):
                 self._handle(event)
 
@@ -80,12 +71,7 @@ class Watch:
             self._answer(event, errno.EIO)
             return
         chunks = layer.table.covering(event.offset, max(event.count, 1))
-        if layer.trace is not None:
-            layer.note_touch(chunks)
-        ahead = range(0)
-        if layer.readahead is not None and chunks and not layer.complete:
-            with layer.lock:
-                ahead = layer.readahead.note(chunks.start, chunks.stop - 1)
+        ahead = layer.note_touch(chunks)
         if layer.try_pass(event.tid, chunks):
             self._answer(event, 0)
         else:
