@@ -10,6 +10,7 @@ declare -A PACKAGES=(
     [cc]="gcc libc6-dev" [bwrap]=bubblewrap [crun]=crun [mkfs.erofs]=erofs-utils [mmdebstrap]=mmdebstrap
     [mkfs.btrfs]=btrfs-progs [losetup]=mount [ip]=iproute2
     [nginx]=nginx-light [openssl]=openssl # a web server of ranges and certificates, for tests of remote stores
+    [git]=git [mkfs.ext4]=e2fsprogs # repositories and a file system that runs full, for tests
     # OCI images: registries are spoken to by skopeo; umoci and a registry of our own are for tests alone.
     [skopeo]=skopeo [umoci]=umoci [docker-registry]=docker-registry
 )
@@ -66,6 +67,6 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
     rm -rf .venv
     "$python" -m venv .venv
 fi
-echo "setup: installing the project into .venv"
+echo "setup: installing the project into .venv (a minute or two)"
 .venv/bin/python -m pip install -qq --disable-pip-version-check --editable '.[dev,bench]'
 echo "$want" >$stamp
