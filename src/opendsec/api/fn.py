@@ -44,6 +44,9 @@ class FnLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     disk: int | str = "64MiB"  # written to its file system, which is memory and counts as such
 
 
+COMPILE_LIMITS = FnLimits(cpu_time_s=60.0, wall_time_s=120.0, memory="1GiB", pids=256, disk="512MiB")
+
+
 class FnCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One call. Exactly one of `source`, `argv` and `function` is given.
 
@@ -153,7 +156,7 @@ class JudgeTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     checker: Checker = Checker()
     stop_at_first_failure: bool = False
     limits: FnLimits = FnLimits()
-    compile_limits: FnLimits = FnLimits(cpu_time_s=60.0, wall_time_s=120.0, memory="1GiB", pids=256, disk="512MiB")
+    compile_limits: FnLimits = COMPILE_LIMITS
     pool: str = ""
     image: str = ""
     reuse: Reuse | None = None

@@ -13,7 +13,7 @@ import msgspec
 
 from opendsec.api import wire
 from opendsec.api.errors import InvalidRequest
-from opendsec.api.fn import Checker, FnLimits, FnOutcome, JudgeTask, Reuse, Test
+from opendsec.api.fn import COMPILE_LIMITS, Checker, FnLimits, FnOutcome, JudgeTask, Reuse, Test
 from opendsec.client.fn import made_task
 
 Verdict = Literal["pass", "fail", "none"]
@@ -46,7 +46,7 @@ class TaskLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     checker: Checker = Checker()
     stop_at_first_failure: bool = False
     limits: FnLimits = FnLimits()
-    compile_limits: FnLimits = msgspec.field(default_factory=lambda: JudgeTask(source="").compile_limits)
+    compile_limits: FnLimits = COMPILE_LIMITS
     pool: str = ""
     image: str = ""
     reuse: Reuse | None = None

@@ -15,7 +15,7 @@ from functools import partial
 import msgspec
 
 from opendsec.api.errors import Denied, InvalidRequest, OpenDSecError, Unavailable
-from opendsec.api.fn import FnCall, FnInput, FnLimits, FnResult, JudgeTask, Language
+from opendsec.api.fn import COMPILE_LIMITS, FnCall, FnInput, FnLimits, FnResult, Language
 from opendsec.api.fn_check import Bounds, check_limits
 from opendsec.api.units import format_bytes, parse_bytes
 from opendsec.edge.fn import languages as definitions
@@ -26,7 +26,6 @@ from opendsec.edge.fn.serving import LivePool
 from opendsec.runtime.fncall.interface import File, Job, JobLimits
 
 PYTHON = "python3"  # kept warm in pools that nobody declared
-COMPILE_LIMITS: FnLimits = JudgeTask(source="").compile_limits
 
 
 class Target:

@@ -15,11 +15,11 @@ import binascii
 import msgspec
 
 from opendsec.api.errors import CallerError, InvalidRequest, OpenDSecError
-from opendsec.api.fn import FnCall, FnLimits, FnResult
+from opendsec.api.fn import COMPILE_LIMITS, FnCall, FnLimits, FnResult
+from opendsec.api.fn_check import TIME_S
 from opendsec.api.spec import MIB, check_number
 
 NAMES = {"nodejs": "javascript", "js": "javascript", "c++": "cpp", "golang": "go", "sh": "bash", "python3": "python"}
-TIMEOUT_S = (0.01, 86_400.0)
 KILLED = -9  # what it says of a process that it ended
 
 
@@ -55,8 +55,8 @@ class RunCodeResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse(request: RunCodeRequest) -> tuple[FnCall, FnLimits]:
     """The call, and the limits of its compilation. Raises InvalidRequest."""
-    check_number(request.run_timeout, "run_timeout", TIMEOUT_S)
-    check_number(request.compile_timeout, "compile_timeout", TIMEOUT_S)
+    check_number(request.run_timeout, "run_timeout", TIME_S)
+    check_number(request.compile_timeout, "compile_timeout", TIME_S)
     check_number(request.memory_limit_MB, "memory_limit_MB", (-1, 1 << 20))
     memory = "512MiB" if request.memory_limit_MB <= 0 else max(4, int(request.memory_limit_MB)) * MIB
     files: dict[str, bytes] = {}
@@ -78,12 +78,10 @@ def parse(request: RunCodeRequest) -> tuple[FnCall, FnLimits]:
             cpu_time_s=request.run_timeout, wall_time_s=request.run_timeout, memory=memory, pids=256, output_bytes=8 * MIB, disk="256MiB"
         ),
     )
-    compile_limits = FnLimits(
-        cpu_time_s=min(request.compile_timeout * 4, TIMEOUT_S[1]),  # it measures wall time, and compilers use more than one core
+    compile_limits = msgspec.structs.replace(
+        COMPILE_LIMITS,
+        cpu_time_s=min(request.compile_timeout * 4, TIME_S[1]),  # it measures wall time, and compilers use more than one core
         wall_time_s=request.compile_timeout,
-        memory="1GiB",
-        pids=256,
-        disk="512MiB",
     )
     return call, compile_limits
 
