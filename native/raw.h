@@ -115,7 +115,7 @@ struct passed {
 	int fds[MAX_PASSED];
 };
 
-/* What a member's supervisor tells its interpreter of a call (`dispatch` of calld.c, forkin.c); then the call's text, if it is short.
+/* What a member's supervisor tells its interpreter of a call (`dispatch` of call.h, forkin.c); then the call's text, if it is short.
  * Descriptors: the envelope's process 1, three for input and output, the value's page, the text. */
 enum { HAS_VALUE = 1, HAS_BODY = 2 };
 
