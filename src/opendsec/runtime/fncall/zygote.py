@@ -290,7 +290,7 @@ itself, main = sys.modules["__main__"], Module("__main__")
 main.__dict__["__builtins__"] = builtins
 sys.modules["__main__"] = main
 seed = sys.modules["numpy.random"].seed if "numpy.random" in sys.modules else None
-pack, *channel = load(workdir)
+pack, serving, view, numbers = load(workdir)
 os.close(4)
 os.close(5)
 collect()
@@ -301,4 +301,4 @@ before.restype = None
 pack()
 os.write(3, b"R")
 before()
-run(serve(*channel), workdir, main, default)
+run(serve(serving, view, numbers), workdir, main, default)
