@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The image in which the languages of function calls live, by the name that their definitions give it. Built once, as tests/images.py has it.
+"""The image in which the languages of function calls live, by the name that their definitions give it. Built once, as tests/images.py
+has it.
 
 The first build takes about 70 s and 1.8 GB.
 """

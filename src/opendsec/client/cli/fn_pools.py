@@ -41,9 +41,7 @@ def set_(
     image: Annotated[str, typer.Option("--image", help="Name of an image.")],
     layers: c.Layers = None,
     size: Annotated[int, typer.Option("--size", "-n", help="Members kept ready.")] = 1,
-    most: Annotated[
-        int | None, typer.Option("--max", help="Members at most, idle and busy; default: 4, or --size if more.")
-    ] = None,
+    most: Annotated[int | None, typer.Option("--max", help="Members at most, idle and busy; default: 4, or --size if more.")] = None,
     preload: Annotated[list[str] | None, typer.Option("--preload", help="Module to import beforehand; repeat for more.")] = None,
     warmup: Annotated[Path | None, typer.Option("--warmup", metavar="FILE", help="Python source to run beforehand.")] = None,
     python: Annotated[str, typer.Option("--python", help="The interpreter to keep warm; empty for none.")] = "python3",
