@@ -77,7 +77,9 @@ def registry(folder: Path) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     (folder / "registry.yml").write_text(CONFIG.format(root=folder / "registry", port=port))
-    with subprocess.Popen(["docker-registry", "serve", str(folder / "registry.yml")], stdout=subprocess.DEVNULL) as process:
+    # Each blob that it does not have yet is an error to the registry: its log is not for the tour's output.
+    command = ["docker-registry", "serve", str(folder / "registry.yml")]
+    with open(folder / "registry.log", "wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
         try:
             for _ in range(200):
                 with contextlib.suppress(OSError):

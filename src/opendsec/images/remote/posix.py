@@ -148,7 +148,7 @@ class PosixStore:
         try:
             fd = os.open(self._root, _FOLDER)
         except (FileNotFoundError, NotADirectoryError):
-            raise StoreError("unreachable", self.name, key, "its directory is not there") from None
+            raise StoreError("unreachable", self.name, key, "its directory is not there: it has to be mounted or made first") from None
         try:
             yield fd
         finally:
