@@ -10,7 +10,7 @@ import asyncio
 import secrets
 from collections.abc import Callable
 
-from opendsec.api.errors import Unsupported, from_body
+from opendsec.api.errors import InvalidRequest, Unsupported, from_body
 from opendsec.api.exec import Command, ExecResult
 from opendsec.api.images import TraceInfo, TraceRequest
 from opendsec.api.spec import Container, CreateRequest
@@ -26,7 +26,8 @@ ROOM_S = 120.0  # for creating the sandbox and ending it; beyond the command's o
 
 
 async def trace(node: Node, commands: Commands, request: TraceRequest, *, begin: Callable[[], None]) -> TraceInfo:
-    """Run the command and keep what was read with the image. Raises NotFound, Unsupported, and whatever creating a sandbox raises."""
+    """Run the command and keep what was read with the image. Raises NotFound, Unsupported, InvalidRequest if the command does not end by
+    itself, and whatever creating a sandbox raises."""
     images = node.images
     ref = await asyncio.to_thread(images.store.image, request.name)
     if images.loading is None:
@@ -46,7 +47,12 @@ async def trace(node: Node, commands: Commands, request: TraceRequest, *, begin:
     finally:
         for backend in node.backends.values():
             await backend.unmount_unused()  # the copies' mounts; nobody else has them
-    entries = await _stop(loader, name, ref.layers, keep=result.outcome == "exited")
+    ended = result.outcome == "exited"
+    entries = await _stop(loader, name, ref.layers, keep=ended)
+    if not ended:  # what it would have read is not known
+        why = result.outcome.replace("_", " ") + (f": {result.message}" if result.message else "")
+        field = "timeout_s" if result.outcome == "timed_out" else "argv"
+        raise InvalidRequest(f"nothing was kept, for the command did not end by itself: {why}", field=field)
     chunks, size = sum(one[0] for one in entries), sum(one[1] for one in entries)
     images.emit("image.traced", image=request.name, chunks=chunks, bytes=size)
     return TraceInfo(name=request.name, chunks=chunks, bytes=size, exit_code=result.exit_code)

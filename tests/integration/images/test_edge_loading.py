@@ -81,6 +81,11 @@ async def test_a_trace_travels_with_its_image(remote: Path) -> None:
         await client.images.pull(REFERENCE)
         traced = await client.images.trace(BASE, COMMAND)
         assert traced.exit_code == 0 and traced.chunks > 10
+        for argv, timeout_s, field in ((["/nosuch"], 60.0, "argv"), (["sleep", "60"], 0.2, "timeout_s")):
+            with pytest.raises(od.InvalidRequest, match="nothing was kept") as caught:
+                await client.images.trace(BASE, argv, timeout_s=timeout_s)
+            assert caught.value.field == field
+        assert (await client.images.inspect(BASE)).layers[0].traces == 1
         await client.images.push(BASE, f"store:depot/{BASE}-traced")
         assert (await client.list()) == []
     async with edge_of(remote) as edge, edge.client() as client:
