@@ -233,7 +233,7 @@ class LivePool:
         if why == "quota":
             self._finish(call, QuotaExceeded(f"no room for a member of this pool: {message}", field="pool", data={"resource": "memory"}))
         elif self._missing is not None and self.implicit:
-            message = f"{self._missing.message}; build it (docs/fncall.md, Languages), or name another with `image` or the setting fn_images"
+            message = f"{self._missing.message}; build it (docs/fncall.md: languages), or name another with `image` or setting fn_images"
             self._finish(call, NotFound(message, field="image", data=self._missing.data))
         elif why == "pool":
             self._finish(call, InvalidRequest(f"no member of pool {self.spec.name!r} can be started: {message}", field="pool"))
