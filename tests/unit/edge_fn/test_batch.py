@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 
@@ -183,6 +184,22 @@ async def test_large_inputs_and_results_make_the_window_smaller(world: World, mo
     await world.members.until(lambda: len(world.members.open) == 4)
     assert pool.machine.busy + pool.machine.waiting == 4, "as few as may be"
     await stream.close()
+
+
+async def test_results_that_nobody_reads_go_with_their_batch(world: World) -> None:
+    """Not when the collector comes by: nobody knows when, and they may be a gigabyte."""
+    stream = await Stream.open(world, {"call": {"source": "pass"}, "window": 64})
+    stream.send(*({"index": index} for index in range(64)))
+    for number in range(32):
+        await world.members.until(lambda number=number: len(world.members.jobs) > number and bool(world.members.running))  # type: ignore[misc]
+        world.members.end(Ended(code=0, stdout=b"x" * 300_000, stdout_total=300_000))
+    await world.members.until(lambda: len(world.members.jobs) > 32)
+    (held,) = [item for item in gc.get_objects() if isinstance(item, batch.Batch) and item._out]
+    assert sum(map(len, held._out)) > 1_000_000
+    await stream.close()
+    async with asyncio.timeout(20):
+        while held._out:
+            await asyncio.sleep(0)
 
 
 async def test_an_edge_that_stops_ends_the_batch_with_an_error(world: World) -> None:

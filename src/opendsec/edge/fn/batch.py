@@ -35,7 +35,7 @@ AHEAD_BYTES = 1 << 20  # of lines that are read before there is room for their c
 MOST_AHEAD_BYTES = 64 << 20
 PATIENCE_S = 1.0
 OPEN_BYTES = 256 << 20  # of lines whose calls have not ended: beyond that none is taken
-RESULTS_BYTES = 2 << 30  # that the results of one window may have
+RESULTS_BYTES = 1 << 30  # that the results of one window may have
 FILES_BYTES = 64 << 20  # that come back of one call
 
 
@@ -114,6 +114,7 @@ class Batch:
         self._drained = asyncio.Event()  # something was taken from the lines
         self._pumping: asyncio.Handle | None = None
         self._problem: BaseException | None = None
+        self._ended = False
 
     async def open(self) -> None:
         """Raises InvalidRequest, NotFound, Unavailable, …"""
@@ -172,6 +173,9 @@ class Batch:
             task.cancel()
         if self._tasks:
             await asyncio.wait(set(self._tasks))
+        # What nobody has read goes now, not when the collector comes to the circles we are in: it may be a gigabyte.
+        self._ended = True
+        self._out, self._lines = [], LineBuffer()
 
     async def _fetch(self) -> None:
         """Read lines, some ahead of those that are taken, so that the client's going away is seen also while the window is full."""
@@ -281,5 +285,7 @@ class Batch:
             self._write(outcome.failed(error, item.index))
 
     def _write(self, result: FnResult) -> None:
+        if self._ended:
+            return
         self._out.append(_encoder.encode(result) + b"\n")
         self._wake.set()

@@ -107,16 +107,22 @@ class Judging:
                     del under_way[index]
                 if running.cancelled():
                     continue
-                results[index] = result = running.result()
-                if task.stop_at_first_failure and result.outcome != "ok" and index < stop_at:
+                results[index] = running.result()
+                failed = running.result().outcome != "ok"
+                del running
+                if task.stop_at_first_failure and failed and index < stop_at:
                     stop_at = index
                     for later, other in under_way.items():
                         if later > index:
                             other.cancel()
 
-        async with asyncio.TaskGroup() as workers:
-            for _ in range(min(most, len(task.tests))):
-                workers.create_task(worker())
+        try:
+            async with asyncio.TaskGroup() as workers:
+                for _ in range(min(most, len(task.tests))):
+                    workers.create_task(worker())
+        except BaseException:
+            results.clear()  # the exception's frames hold them, in a circle, and they may be large
+            raise
         for index in range(stop_at + 1, len(results)):
             results[index] = None
         return [result if result is not None else _not_run(task, index) for index, result in enumerate(results)]
