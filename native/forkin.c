@@ -170,10 +170,27 @@ static u64 new_huge(void)
 	return 0;
 }
 
-static u64 stock, stock_left, stocked; /* what is left of the last huge page */
+static u64 stocked; /* bytes of huge pages made */
 
-/* Have the same bytes at the same place, but in parts of huge pages. */
-static void pack(u64 start, u64 len, int writes)
+/* Have the same bytes at the same place, but in one huge page. */
+static int make_huge(u64 start, int protection)
+{
+	u64 copy = stocked < MOST ? new_huge() : 0;
+	if (!copy)
+		return 0;
+	memcpy((u8 *)copy, (const u8 *)start, HUGE);
+	if ((protection != PROT_RW && SYS3(mprotect, copy, HUGE, protection)) || SYS5(mremap, copy, HUGE, HUGE, MOVE, start) < 0) {
+		SYS2(munmap, copy, HUGE);
+		return 0;
+	}
+	stocked += HUGE;
+	return 1;
+}
+
+static u64 stock, stock_left; /* what is left of the last one */
+
+/* The same in parts of huge pages, for what is no whole one. */
+static void pack(u64 start, u64 len, int protection)
 {
 	while (len) {
 		if (!stock_left) {
@@ -183,7 +200,7 @@ static void pack(u64 start, u64 len, int writes)
 		}
 		u64 part = len < stock_left ? len : stock_left;
 		memcpy((u8 *)stock, (const u8 *)start, part);
-		if ((!writes && SYS3(mprotect, stock, part, 1)) || SYS5(mremap, stock, part, part, MOVE, start) < 0)
+		if ((protection != PROT_RW && SYS3(mprotect, stock, part, protection)) || SYS5(mremap, stock, part, part, MOVE, start) < 0)
 			return;
 		stock += part;
 		stock_left -= part;
@@ -196,31 +213,25 @@ static void pack(u64 start, u64 len, int writes)
 static void pack_mapping(int pagemap, u64 start, u64 end, int writes)
 {
 	u64 present[HUGE / PAGE];
-	for (u64 at = start; at < end; at += HUGE) {
-		u64 len = end - at < HUGE ? end - at : HUGE, n = 0;
+	int protection = writes ? PROT_RW : 1 /* PROT_READ */;
+	for (u64 at = start, next; at < end; at = next) {
+		next = (at & ~(u64)(HUGE - 1)) + HUGE;
+		if (next > end)
+			next = end;
+		u64 len = next - at, n = 0;
 		if (SYS4(pread64, pagemap, present, len / PAGE * 8, at / PAGE * 8) != (long)(len / PAGE * 8))
 			return;
 		for (u64 i = 0; i < len / PAGE; i++)
 			n += present[i] >> 63 && (writes || !(present[i] >> 61 & 1) /* of a file */);
-		if (n >= len / PAGE * 3 / 4)
-			pack(at, len, writes);
+		if (n >= len / PAGE * 3 / 4 && !(len == HUGE && make_huge(at, protection)))
+			pack(at, len, protection);
 	}
-}
-
-static void copy_text(u64 start)
-{
-	u64 copy = new_huge();
-	if (!copy)
-		return;
-	memcpy((u8 *)copy, (const u8 *)start, HUGE);
-	if (SYS3(mprotect, copy, HUGE, PROT_RX) || SYS5(mremap, copy, HUGE, HUGE, MOVE, start) < 0)
-		SYS2(munmap, copy, HUGE);
 }
 
 /* What a fork does for each page, and its end again, the kernel does by the batch for pages that lie in one block of memory. And a fork
  * shares file mappings without copying their page tables: it faults each part in anew. So, before the first fork: the text around `inside`
- * is put into huge pages, as far as whole ones go, which are one entry each; and what was written so far into parts of such blocks, at
- * the addresses where it is, unless there are threads that could write to it meanwhile. */
+ * is put into huge pages, as far as whole ones go, which are one entry each; and what was written so far into huge pages or parts of
+ * them, at the addresses where it is, unless there are threads that could write to it meanwhile. */
 __attribute__((visibility("default"))) void forkin_pack(u64 inside)
 {
 	static char text[65536];
@@ -252,7 +263,7 @@ __attribute__((visibility("default"))) void forkin_pack(u64 inside)
 		if (!fits || start != run_end || inode != inode_seen) {
 			if (has_text && run_start <= inside && inside < run_end)
 				for (u64 page = (run_start + HUGE - 1) & ~(u64)(HUGE - 1); page + HUGE <= run_end; page += HUGE)
-					copy_text(page);
+					make_huge(page, PROT_RX);
 			run_start = start;
 			has_text = 0;
 		}
