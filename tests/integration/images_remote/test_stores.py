@@ -103,7 +103,7 @@ async def test_a_mount_that_is_dead_holds_a_thread_and_nothing_else(tmp_path: Pa
             patience = Patience(attempt_s=0.1, deadline_s=0.5, attempts=2, first_pause_s=0.01)
             store = config.open_store(StoreConfig(name="s", url=str(tmp_path / "dead"), writable=True, patience=patience))
             began = time.monotonic()
-            for call in (store.get("a", limit=9), store.put("a", b"x"), store.exists("a"), store.delete("a")):
+            for call in (store.get("a", limit=9), store.put("a", b"x"), store.size("a"), store.delete("a")):
                 with pytest.raises(StoreError, match="no answer within") as caught:
                     await call
                 assert caught.value.kind == "unreachable"

@@ -41,9 +41,6 @@ class Scripted:
     async def put(self, key: str, content: bytes | Path, *, progress: Callable[[int], None] = ignore) -> None:
         progress(len(await self.answer("put", key)))
 
-    async def exists(self, key: str) -> bool:
-        return bool(await self.answer("exists", key))
-
     async def size(self, key: str) -> int:
         return len(await self.answer("size", key))
 
@@ -123,7 +120,7 @@ async def test_silence_is_not_waited_for_for_ever() -> None:
     store = Scripted(None, b"abc")
     assert await patient(store, attempt_s=0.01).get("k", limit=0) == b"abc"
     with pytest.raises(StoreError, match=r"no answer within 0\.01 s") as caught:
-        await patient(Scripted(None), attempt_s=0.01, attempts=2).exists("k")
+        await patient(Scripted(None), attempt_s=0.01, attempts=2).size("k")
     assert caught.value.kind == "unreachable"
 
 
@@ -140,7 +137,6 @@ async def test_all_calls_are_patient() -> None:
     calls: list[Callable[[], object]] = [
         lambda: asked.get("k", limit=1),
         lambda: asked.size("k"),
-        lambda: asked.exists("k"),
         lambda: asked.put("k", b"x"),
         lambda: asked.delete("k"),
     ]

@@ -120,15 +120,6 @@ class ObjectStore:
         self._check_writable(key)
         await self._run(key, work)
 
-    async def exists(self, key: str) -> bool:
-        try:
-            await self.size(key)
-        except StoreError as error:
-            if error.kind == "missing":
-                return False
-            raise
-        return True
-
     async def size(self, key: str) -> int:
         import obstore
 

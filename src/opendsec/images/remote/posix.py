@@ -76,15 +76,6 @@ class PosixStore:
             raise StoreError("denied", self.name, key, "it is not configured as writable")
         await self._run(key, lambda abandoned: self._put(key, content, progress, abandoned))
 
-    async def exists(self, key: str) -> bool:
-        try:
-            await self.size(key)
-        except StoreError as error:
-            if error.kind == "missing":
-                return False
-            raise
-        return True
-
     async def size(self, key: str) -> int:
         def work(abandoned: Abandoned) -> int:
             with self._opened(key) as fd:

@@ -22,7 +22,7 @@ from opendsec.images.remote import layout
 from opendsec.images.remote.common import AT_ONCE, Meter, layer_record_of, told
 from opendsec.images.remote.config import Stores
 from opendsec.images.remote.layout import RemoteImage, TraceFile
-from opendsec.images.remote.store import RemoteStore, StoreError
+from opendsec.images.remote.store import RemoteStore, StoreError, exists
 from opendsec.images.store import ImageStore
 from opendsec.images.waiting import in_thread
 
@@ -81,7 +81,7 @@ async def _is_there(remote: RemoteStore, digest: str) -> bool:
         record = await layer_record_of(remote, digest)
         prefix = layout.layer_prefix(record)
         right = await remote.size(f"{prefix}/{layout.DATA}") == record.data_bytes
-        return right and await remote.exists(f"{prefix}/{layout.TABLE}") and await remote.exists(f"{prefix}/{layout.META_ZST}")
+        return right and await exists(remote, f"{prefix}/{layout.TABLE}") and await exists(remote, f"{prefix}/{layout.META_ZST}")
     except StoreError as error:
         if error.kind in ("missing", "damaged"):
             return False
@@ -127,7 +127,7 @@ async def _push_traces(store: ImageStore, digest: str, remote: RemoteStore) -> l
     for name, data in await in_thread(found):
         record, sha256 = await in_thread(store.record, digest), hashlib.sha256(data).hexdigest()
         key = layout.trace(record, sha256)
-        if not await remote.exists(key):
+        if not await exists(remote, key):
             await remote.put(key, data)
         sent.append(TraceFile(layer=digest, name=name, bytes=len(data), sha256=sha256, packing=layout.packing(record)))
     return sent

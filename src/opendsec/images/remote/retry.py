@@ -73,9 +73,6 @@ class Patient:
         size = len(content) if isinstance(content, bytes) else content.stat().st_size
         await self._ask(key, lambda: self._store.put(key, content, progress=progress), expected_bytes=size)
 
-    async def exists(self, key: str) -> bool:
-        return await self._ask(key, lambda: self._store.exists(key))
-
     async def size(self, key: str) -> int:
         return await self._ask(key, lambda: self._store.size(key))
 

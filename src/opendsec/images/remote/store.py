@@ -67,8 +67,6 @@ class RemoteStore(Protocol):
         """Make the object at `key` this, at once; it replaces one that is there. `progress` gets the bytes sent so far, from any
         thread; after a retry they start anew."""
 
-    async def exists(self, key: str) -> bool: ...
-
     async def size(self, key: str) -> int:
         """In bytes."""
 
@@ -79,3 +77,14 @@ class RemoteStore(Protocol):
         """Nothing happens if there is none."""
 
     async def close(self) -> None: ...
+
+
+async def exists(store: RemoteStore, key: str) -> bool:
+    """Raises StoreError."""
+    try:
+        await store.size(key)
+    except StoreError as error:
+        if error.kind != "missing":
+            raise
+        return False
+    return True
