@@ -111,9 +111,14 @@ async def _whole_data(store: ImageStore, record: LayerRecord, table: ChunkTable,
         raise Conflict(
             f"the data of layer {record.digest} is not here, and not in the store it is pushed to", data={"digest": record.digest}
         )
-    with store.workspace() as (work, _), open(work / layers.DATA, "xb") as file:
-        await download([stores.get(name) for name in origin.stores], origin.key(layout.DATA), table, file.fileno())
+    workspace = contextlib.ExitStack()
+    try:
+        work, _ = workspace.enter_context(store.workspace())
+        with open(work / layers.DATA, "xb") as file:
+            await download([stores.get(name) for name in origin.stores], origin.key(layout.DATA), table, file.fileno())
         yield work / layers.DATA
+    finally:
+        await in_thread(workspace.close)  # removing a large file takes its time
 
 
 async def _push_traces(store: ImageStore, digest: str, remote: RemoteStore) -> list[TraceFile]:
