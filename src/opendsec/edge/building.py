@@ -295,7 +295,13 @@ class _Building:
         def look() -> list[Entry]:
             return reader.entries([path for source in action.sources for path in reader.matches(source)], action.to)
 
-        entries = await asyncio.to_thread(look)
+        looking = asyncio.ensure_future(asyncio.to_thread(look))
+        try:
+            entries = await asyncio.shield(looking)
+        except asyncio.CancelledError:
+            reader.cancel()
+            await to_the_end(asyncio.wait((looking,)))  # it uses a directory that our caller closes
+            raise
 
         async def work(handle: Handle) -> bool:
             await copy_into(handle, reader, entries, action, owners=owners)

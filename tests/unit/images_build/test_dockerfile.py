@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +14,7 @@ from hypothesis import strategies as st
 from opendsec.api.errors import InvalidRequest
 from opendsec.api.images import ImageConfig
 from opendsec.images.dockerfile import plan as plans
+from opendsec.images.dockerfile.context import Reader
 from opendsec.images.dockerfile.ignore import Ignore
 from opendsec.images.dockerfile.parse import parse
 from opendsec.images.dockerfile.plan import Copy, MakeDir, Planned, Run
@@ -294,3 +299,19 @@ def test_ignoring(patterns: str, path: str, excluded: bool) -> None:
 def test_patterns_that_mean_nothing() -> None:
     with pytest.raises(InvalidRequest, match="line 2"):
         Ignore("ok\n[open")
+
+
+def test_reading_a_context_can_be_cancelled(tmp_path: Path) -> None:
+    """A build that was given up, or an edge that stops, would wait for a thread that reads a hole of a tebibyte."""
+    with open(tmp_path / "endless", "wb") as file:
+        file.truncate(1 << 40)
+    fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        reader = Reader(fd)
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(reader.entries, [b"endless"], "/x")
+            reader.cancel()
+            with pytest.raises(InvalidRequest, match="cancelled"):
+                reading.result(30)
+    finally:
+        os.close(fd)

@@ -46,7 +46,12 @@ class Reader:
 
     def __init__(self, fd: int, *, inside: bool = False, ignore: Ignore | None = None) -> None:
         self.fd, self.ignore = fd, ignore or Ignore()
+        self._cancelled = False
         self._resolve = abi.RESOLVE_IN_ROOT | abi.RESOLVE_NO_MAGICLINKS if inside else abi.RESOLVE_BENEATH | abi.RESOLVE_NO_MAGICLINKS
+
+    def cancel(self) -> None:
+        """From another thread: `entries`, which may read for minutes, ends soon, by an error."""
+        self._cancelled = True
 
     def open(self, path: bytes, flags: int) -> int:
         return syscalls.openat2(self.fd, path or b".", flags, resolve=self._resolve)
@@ -170,11 +175,13 @@ class Reader:
         content, size = hashlib.sha256(), 0
         fd = self.open(source, FILE)
         try:
-            while block := os.read(fd, _BLOCK):
+            while not self._cancelled and (block := os.read(fd, _BLOCK)):
                 content.update(block)
                 size += len(block)
         finally:
             os.close(fd)
+        if self._cancelled:
+            raise InvalidRequest("reading was cancelled", field="source.context")
         return size, content.digest()
 
 
