@@ -259,6 +259,26 @@ def test_a_call_sees_no_more_than_its_own_processes(member: Calls) -> None:
     assert told.stdout.split()[1] == b"call"
 
 
+RESIDUE = r"""
+import re
+found = []
+with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb") as memory:
+    for line in maps:
+        start, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if " rw-p " in line and end - start < 64 << 20:
+            memory.seek(start)
+            found += re.findall(rb"secret-[0-9]{6}", memory.read(end - start))
+print(len(found))
+"""
+
+
+def test_the_program_of_the_call_before_is_nowhere_in_memory(member: Calls) -> None:
+    source = "x = 'secret-271828'\n" * 2000  # more than the next one
+    for _ in range(2):
+        assert member.python(source).code == 0
+        assert member.says(RESIDUE) == "0\n"
+
+
 def test_two_members_share_nothing(fn_node: FnNode, member: Calls) -> None:
     with fn_node.member() as other:
         assert other.plan.uid_base != member.plan.uid_base

@@ -255,6 +255,20 @@ def test_random_numbers_differ_from_call_to_call(fn_node: FnNode) -> None:
         assert first[-1] == second[-1]
 
 
+@pytest.mark.slow
+def test_what_makes_forks_cheap_is_not_seen_in_them(fn_node: FnNode) -> None:
+    told = "import os, subprocess\nprint(os.environ.get('LD_BIND_NOW'), subprocess.run(['printenv', 'LD_BIND_NOW']).returncode)"
+    with fn_node.member(preload=["subprocess"]) as calls:
+        assert calls.says(told) == "None 1\n"
+    with fn_node.member(env={"LD_BIND_NOW": "yes"}) as calls:
+        assert calls.says(told).split() == ["yes", "yes", "0"]
+
+
+def test_a_fork_faults_in_few_pages(fn_node: FnNode) -> None:
+    with fn_node.member(preload=["resource"]) as calls:
+        assert int(calls.says("import resource\nprint(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)")) < 230
+
+
 def test_the_zygote_is_python_3_8() -> None:
     ast.parse((SRC / "runtime" / "fncall" / "zygote.py").read_text(), feature_version=(3, 8))
 
