@@ -135,6 +135,15 @@ def _set_weight(version: int, path: str, value: Limit) -> None:
 # --- readings ------------------------------------------------------------------------------------------------------
 
 
+def held_bytes(homes: Homes) -> int:
+    """Memory that the group has and that the kernel cannot take back by itself: without the files that it only keeps at hand."""
+    version, path = homes["memory"]
+    used = read_int(f"{path}/{'memory.current' if version == 2 else 'memory.usage_in_bytes'}") or 0
+    fields = parse_flat(procfs.read(f"{path}/memory.stat"))
+    cached = fields.get("inactive_file", 0) + fields.get("active_file", 0) - fields.get("file_mapped" if version == 2 else "mapped_file", 0)
+    return max(used - max(cached, 0), 0)
+
+
 class Usage:
     """What a group uses now. None: this kernel does not say, or the group has no such controller."""
 

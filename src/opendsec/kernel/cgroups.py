@@ -451,6 +451,10 @@ class Group:
         """What the group uses now. For a child: its CPU time and processes only."""
         return cgroup_files.Usage(self._homes, self._cpu_us(), self.procs)
 
+    def held_bytes(self) -> int:
+        """Memory that cannot be taken back, 0 without the controller. Dearer than `usage`."""
+        return cgroup_files.held_bytes(self._homes) if "memory" in self._homes else 0
+
     def _cpu_us(self) -> int | None:
         if self.hierarchies.v2 is not None:
             # Every v2 group accounts CPU time, with or without the controller.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -82,6 +83,19 @@ def test_memory_of_one_call_is_not_the_next_ones(member: Calls) -> None:
     for _ in range(4):
         assert member.python("x = bytearray(90 << 20)", memory_bytes=100 * MIB).code == 0
         assert member.python("open('/tmp/x', 'wb').write(bytes(20 << 20))", memory_bytes=100 * MIB, disk_bytes=32 * MIB).code == 0
+
+
+def test_files_that_were_read_cost_the_next_calls_nothing(member: Calls) -> None:
+    """The kernel keeps them at hand for as long as there is room. Nobody waits for them to go, and no limit is the wider for them."""
+    member.exec("sh", "-c", "find /usr/lib /usr/bin -type f -size +100k -exec cat {} + > /dev/null", memory_bytes=128 * MIB)
+    usage = member.member.group.usage().memory_bytes
+    assert usage is not None and usage > member.member.base_bytes + 24 * MIB
+    before = time.monotonic()
+    for _ in range(4):
+        assert member.python("x = bytearray(20 << 20)", memory_bytes=128 * MIB).code == 0
+    assert time.monotonic() - before < 1.2, "half a second each is what it waits for memory that does not come back"
+    assert member.python("x = bytearray(60 << 20)", memory_bytes=48 * MIB).oom_killed
+    member.check()
 
 
 def test_output(member: Calls) -> None:

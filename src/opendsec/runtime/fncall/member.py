@@ -108,8 +108,8 @@ class FnMember:
             return data[wire.HEAD.size :].decode("utf-8", "replace").strip() or "it was killed"
         if kind != wire.READY:
             raise Internal("a member broke its protocol")
-        used = self.group.usage()
-        self.base_bytes, self.base_pids = used.memory_bytes or 0, used.pids or 0
+        # Not what is at hand of files: of that a call takes what it needs, and could else have so much more than its limit.
+        self.base_bytes, self.base_pids = self.group.held_bytes(), self.group.usage().pids or 0
         return ""
 
     # --- calls -----------------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class FnMember:
     async def _until_returned(self) -> None:
         """The kernel unmounts a dead namespace a moment after its last process. What was written there counts as memory until then."""
         deadline = self._loop.time() + LINGER_S
-        while self.memory_bytes() > self.base_bytes + LINGERING_BYTES and self._loop.time() < deadline:
+        while self.held_bytes() > self.base_bytes + LINGERING_BYTES and self._loop.time() < deadline:
             await asyncio.sleep(LINGER_STEP_S)
 
     # --- accounting ------------------------------------------------------------------------------------------------
@@ -187,6 +187,13 @@ class FnMember:
     def memory_bytes(self) -> int:
         try:
             return self.group.usage().memory_bytes or 0
+        except OSError:
+            return 0
+
+    def held_bytes(self) -> int:
+        """Without files of the image that were read and can be read again: these may stay for as long as there is room."""
+        try:
+            return self.group.held_bytes()
         except OSError:
             return 0
 
