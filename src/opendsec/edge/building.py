@@ -301,6 +301,7 @@ class _Building:
         except asyncio.CancelledError:
             reader.cancel()
             await to_the_end(asyncio.wait((looking,)))  # it uses a directory that our caller closes
+            looking.exception()
             raise
 
         async def work(handle: Handle) -> bool:

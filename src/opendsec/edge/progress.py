@@ -44,6 +44,7 @@ async def streamed(work: Work) -> AsyncGenerator[BuildEvent, None]:
             loop.call_soon_threadsafe(queue, event)
 
     task = asyncio.ensure_future(work(progress))
+    following: asyncio.Future[BuildEvent] | None = None
     try:
         while True:
             following = asyncio.ensure_future(waiting.get())
@@ -72,6 +73,8 @@ async def streamed(work: Work) -> AsyncGenerator[BuildEvent, None]:
                 layer=made if isinstance(made, LayerInfo) else None,
             )
     finally:
+        if following is not None:
+            following.cancel()
         if not task.done():
             task.cancel()
             await asyncio.wait((task,))
