@@ -201,10 +201,10 @@ def test_a_rollout_says_what_is_wrong_and_does_it_again(dsec: Dsec, tmp_path: Pa
 def test_images(dsec: Dsec, tmp_path: Path) -> None:
     assert dsec("image", "build", "tool", "--from", str(tmp_path), "--kind", "toolkit", "--version", "2").code == 0
     assert "toolkit:tool@2" in dsec("image", "ls", "--layers").out
-    assert "image mixed: 1 layers" in dsec("image", "compose", "mixed", "debian", "toolkit:tool@2").out
+    assert "image mixed: 1 layer\n" in dsec("image", "compose", "mixed", "debian", "toolkit:tool@2").out
     assert "mixed" in dsec("image", "ls").out
     assert dsec("image", "rm", "mixed").code == 0
-    assert "1 layers" in dsec("image", "gc").out
+    assert "1 layer," in dsec("image", "gc").out
     assert dsec("image", "build", "broken", "--from", str(tmp_path)).err.count("it is broken") == 1
 
 

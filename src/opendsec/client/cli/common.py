@@ -265,6 +265,10 @@ async def run_in(box: Sandbox, words: list[str], options: CommandOptions, *, int
     return result.shell_code()
 
 
+def layers_of(count: int) -> str:
+    return "1 layer" if count == 1 else f"{count} layers"
+
+
 def result_fields(result: Result) -> dict[str, object]:
     """A result as JSON shows it."""
     return {

@@ -90,7 +90,7 @@ def build(
     if json:
         c.print_json(made)
     elif isinstance(made, ImageInfo):
-        print(f"image {made.name}: {len(made.layers)} layers, {format_bytes(made.size_bytes)}")
+        print(f"image {made.name}: {c.layers_of(len(made.layers))}, {format_bytes(made.size_bytes)}")
     else:
         print(f"layer {', '.join(made.names)}: {made.digest}, {format_bytes(made.meta_bytes + made.data_bytes)}")
 

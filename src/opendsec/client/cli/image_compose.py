@@ -28,4 +28,4 @@ def compose(
     if json:
         c.print_json(made)
     else:
-        print(f"image {made.name}: {len(made.layers)} layers")
+        print(f"image {made.name}: {c.layers_of(len(made.layers))}")

@@ -30,4 +30,4 @@ def gc(
     if json:
         c.print_json(done)
     else:
-        print(f"{len(done.digests)} layers, {format_bytes(done.freed_bytes)} {'would be' if done.dry_run else 'were'} freed")
+        print(f"{c.layers_of(len(done.digests))}, {format_bytes(done.freed_bytes)} {'would be' if done.dry_run else 'were'} freed")

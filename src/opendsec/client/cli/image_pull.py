@@ -48,4 +48,4 @@ def pull(
     if json:
         c.print_json(made)
     else:
-        print(f"image {made.name}: {len(made.layers)} layers, {format_bytes(made.size_bytes)}")
+        print(f"image {made.name}: {c.layers_of(len(made.layers))}, {format_bytes(made.size_bytes)}")

@@ -34,4 +34,4 @@ def push(
     if json:
         c.print_json(sent)
     else:
-        print(f"image {sent.name}: {len(sent.layers)} layers pushed to {reference}")
+        print(f"image {sent.name}: {c.layers_of(len(sent.layers))} pushed to {reference}")
