@@ -94,7 +94,6 @@ async def main(work: Path, parallel: int, parts: Iterable[str], backend: str) ->
     began = time.monotonic()
     work.mkdir(parents=True, exist_ok=True)
     cache = work / "downloads"
-    run_dir = Path(tempfile.mkdtemp(prefix="dsec-demo-"))  # short: a socket's path has at most 107 bytes
     data = repos.load()
     wanted = set(parts)
     if "humaneval" in wanted:
@@ -107,6 +106,7 @@ async def main(work: Path, parallel: int, parts: Iterable[str], backend: str) ->
         layers = repos.build_layers(data, work / "layers", cache)
         write_lines(repos.tasks(data, cache), work / "repositories.jsonl")
     right = True
+    run_dir = Path(tempfile.mkdtemp(prefix="dsec-demo-"))  # short: a socket's path has at most 107 bytes
     async with od.Client(run_dir=run_dir, state_dir=work / "state") as client:
         try:
             await build_images(client, layers)
