@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import struct
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
@@ -96,18 +97,22 @@ class LayerFetcher:
         left, given_up, wrong = chunks, list[int](), set[int]()
         for attempt in (1, 2):
             for name in origin.stores if left else ():
+                # Not what is missing now: on a full disk what was kept may have been dropped again. Its readers see that, and ask again.
+                still = list[int]()
                 for start, length in _runs(left):
                     run = list(range(start, start + length))
                     try:
                         bad = await self._from_store(layer, name, origin.key(DATA), run)
                     except (StoreError, OpenDSecError) as error:
                         why = str(error)
+                        still += run
                         continue
+                    still += bad
                     wrong = (wrong - set(run)) | set(bad)
                     if bad:
                         why = f"store {name}: {origin.key(DATA)}: chunk {bad[0]} does not match its checksum"
                         self._tell("load.damaged", layer.digest, why)
-                left = layer.missing(left)
+                left = still
             if attempt == 1:
                 given_up = [index for index in left if index not in wrong]
                 left = sorted(wrong)
@@ -146,6 +151,9 @@ def _runs(chunks: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
+_KEY, _INDEX_BITS = struct.Struct(">Q24x"), 32
+
+
 class LocalIndex:
     """Chunks that other layers here have, by checksum. Layers are added as they become known; one that is gone is skipped.
 
@@ -155,22 +163,24 @@ class LocalIndex:
     MAX_ENTRIES = 1 << 20  # some 100 MB
 
     def __init__(self) -> None:
-        self._places: dict[int, tuple[int, int]] = {}
+        self._places: dict[int, int] = {}  # number of the source and index in it
         self._sources: list[CachedLayer | str] = []
 
     def add(self, source: CachedLayer | str, digests: bytes) -> None:
         """`source`: a cached layer, or the path of a whole data file in chunks of the usual size."""
         number = len(self._sources)
         self._sources.append(source)
-        for index in range(len(digests) // 32):
-            if len(self._places) >= self.MAX_ENTRIES:
-                return
-            self._places.setdefault(int.from_bytes(digests[index * 32 : index * 32 + 8]), (number, index))
+        known = self._places.setdefault
+        fitting = digests[: max(0, self.MAX_ENTRIES - len(self._places)) * _KEY.size]
+        for index, (key,) in enumerate(_KEY.iter_unpack(fitting)):  # of a large layer tens of thousands, while its `create` waits
+            known(key, number << _INDEX_BITS | index)
 
     def find(self, layer: CachedLayer, index: int) -> bytes | None:
         """The bytes of a chunk that another layer here has; unchecked. Blocking."""
-        number, place = self._places.get(int.from_bytes(layer.table.digest(index)[:8]), (-1, 0))
-        source = self._sources[number] if number >= 0 else layer
+        (key,) = _KEY.unpack(layer.table.digest(index))
+        found = self._places.get(key, -1)
+        place = found & ((1 << _INDEX_BITS) - 1)
+        source = self._sources[found >> _INDEX_BITS] if found >= 0 else layer
         if source is layer:
             return None
         _, length = layer.table.span(index)
