@@ -363,7 +363,7 @@ async def measure(*, quick: bool, only: Sequence[str]) -> Report:
             "burst": lambda: burst(report, remote),
             "warm": lambda: warm(report, remote, 25 if quick else 40, 1500 if quick else 4000),
             "compose": lambda: (
-                compose(report, Path(folder), workspaces=5, boxes=14, rounds=20, files=60)
+                compose(report, Path(folder), workspaces=5, boxes=14, rounds=60, files=60)
                 if quick
                 else compose(report, Path(folder), workspaces=100, boxes=20, rounds=200, files=300)
             ),
