@@ -129,7 +129,7 @@ _TABLE: tuple[_Probe, ...] = (
         "ending every process of a command, forks in flight included",
         "processes are frozen, listed and killed in turn",
     ),
-    _Probe("cgroup_freeze", groups.cgroup_freeze, "nothing yet (pausing a sandbox)", NOTHING),
+    _Probe("cgroup_freeze", groups.cgroup_freeze, "packing a sandbox: nothing of it runs while its disk is kept", "packing is refused"),
     _Probe("memfd_exec", isolation.memfd_exec, "nothing yet (programs handed over without a file on disk)", NOTHING),
     _Probe("kvm", isolation.kvm, "nothing yet (hardware speed for microVMs and VMs)", NOTHING),
 )

@@ -328,6 +328,12 @@ def test_nohup_is_heeded(edge: FakeEdge) -> None:
     assert process.returncode == 0
 
 
+@pytest.mark.parametrize(("script", "code"), [(b"", 0), (b"exit 7\n", 7)])
+def test_a_shell_whose_input_is_no_terminal_ends_with_it(edge: FakeEdge, script: bytes, code: int) -> None:
+    done = subprocess.run([*COMMAND, "shell", "debian"], input=script, env=environment(edge), capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout) == (code, b"")
+
+
 def test_a_shell_in_a_terminal(edge: FakeEdge) -> None:
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(ours, (33, 99))

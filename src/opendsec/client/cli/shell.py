@@ -22,7 +22,7 @@ def shell(
     workdir: c.Cwd = None,
     address: c.Address = None,
 ) -> None:
-    """Open a terminal in a sandbox. The exit code is the shell's."""
+    """Open a terminal in a sandbox. The exit code is the shell's. If input is no terminal, the shell reads it as a script."""
     import os
 
     from opendsec.api.ids import SANDBOX
@@ -33,10 +33,13 @@ def shell(
     async def work() -> int:
         given = {"TERM": os.environ.get("TERM", "xterm"), **c.environment(env)}
         options: CommandOptions = {"env": given, "user": user, "cwd": workdir}
-        words = command or ["/bin/sh", "-c", "if command -v bash >/dev/null; then exec bash -i; else exec sh -i; fi"]
+        # The end of a file or pipe has no place in a terminal: it is a key there, which a shell that is just starting throws away.
+        tty = os.isatty(0)
+        flag = " -i" if tty else ""
+        words = command or ["/bin/sh", "-c", f"if command -v bash >/dev/null; then exec bash{flag}; else exec sh{flag}; fi"]
 
         async def inside(box: Sandbox) -> int:
-            return await c.run_in(box, words, options, interactive=True, tty=True, json=False)
+            return await c.run_in(box, words, options, interactive=True, tty=tty, json=False)
 
         async with c.connect(address) as client:
             if target.startswith(f"{SANDBOX}_"):
