@@ -243,9 +243,9 @@ static void run(const u8 *body, u32 len, int body_fd)
 	}
 	for (int i = 0; i < 2; i++)
 		drain(i);
-	if (env.disk_full)
-		call.ended.flags |= DISK;
 	if (last.what == 'D') {
+		if (last.disk_full)
+			call.ended.flags |= DISK;
 		call.ended.n_files = last.n_files;
 		call.ended.files_len = last.files_len;
 		call.ended.problem_len = last.problem_len;

@@ -55,11 +55,9 @@ static struct {
 	u64 disk_bytes;
 	int rooted;
 	int dead;
-	int disk_full; /* at its end */
 	struct report report;
 	int told; /* a report has come that nobody has looked at */
-	int disk; /* what is written, so that we see whether it was full; or -1 */
-} env = { .disk = -1 };
+} env;
 
 static struct {
 	int busy;
@@ -188,8 +186,7 @@ static void kill_envelope(void)
 		SYS2(kill, env.pid, SIGKILL);
 }
 
-/* End the call's processes, whatever they are at. An envelope that has something to bring back or to tell is left to do so; else its end
- * is the kernel's business, which kills all that is in its pid namespace first. */
+/* End the call's processes, whatever they are at. The envelope is left to bring back what it may. */
 static void finish(void)
 {
 	struct go go = { 0, 0, 0, 0 };
@@ -197,7 +194,7 @@ static void finish(void)
 	if (call.killed)
 		return;
 	call.killed = 1;
-	if (env.dead || !(call.job.n_outputs || (call.job.kind == KIND_EXEC && !call.over)) || send_parts(env.sock, &iov, 1, 0, 0, MSG_DONTBLOCK) < 0)
+	if (env.dead || send_parts(env.sock, &iov, 1, 0, 0, MSG_DONTBLOCK) < 0)
 		kill_envelope();
 }
 
@@ -269,8 +266,6 @@ static void hear_envelope(void)
 		return;
 	if (report.what == 'R') {
 		env.rooted = 1;
-		if (n_fds)
-			env.disk = fds[--n_fds];
 	}
 	for (int i = 0; i < n_fds; i++)
 		SYS1(close, fds[i]);
@@ -371,7 +366,7 @@ static void make_envelope(u64 disk_bytes)
 				SYS1(close, fds[i]);
 	env.sock = envelope_socks[0];
 	env.disk_bytes = disk_bytes;
-	env.rooted = env.dead = env.told = env.disk_full = 0;
+	env.rooted = env.dead = env.told = 0;
 	long pid = SYS2(clone3, &args, sizeof(args));
 	if (pid == 0)
 		envelope(envelope_socks[1], disk_bytes, inbox + sizeof(struct head));
@@ -392,16 +387,6 @@ static int await_report(u64 deadline)
 	return told;
 }
 
-static int is_full(int fd)
-{
-	struct {
-		long type, bsize;
-		u64 blocks, bfree, bavail, files, ffree;
-		long rest[8];
-	} room = { 0 };
-	return !SYS2(fstatfs, fd, &room) && (room.bavail == 0 || room.ffree == 0);
-}
-
 static int bury_envelope(void)
 {
 	u64 deadline = now_us() + DEATH_US;
@@ -418,11 +403,6 @@ static int bury_envelope(void)
 	if (!env.dead)
 		return 0;
 	env.pid = 0;
-	if (env.disk >= 0) {
-		env.disk_full = is_full(env.disk);
-		SYS1(close, env.disk);
-		env.disk = -1;
-	}
 	return 1;
 }
 

@@ -43,7 +43,7 @@ struct report {
 	i32 error; /* of 'X' and 'E': errno */
 	i32 pid;
 	i32 status;
-	u32 n_files, problem_len;
+	u32 disk_full, n_files, problem_len, reserved;
 	u64 files_len;
 	char problem[PROBLEM_BYTES];
 };
@@ -554,16 +554,11 @@ static __attribute__((noinline, noreturn)) void run_program(void)
 
 /* --- process 1 ------------------------------------------------------------------------------------------------------- */
 
-static void say_with(int sock, struct report *report, int fd)
-{
-	struct iov iov = { report, sizeof(*report) - PROBLEM_BYTES + report->problem_len };
-	if (send_parts(sock, &iov, 1, &fd, fd >= 0, 0) < 0)
-		quit(1);
-}
-
 static void say(int sock, struct report *report)
 {
-	say_with(sock, report, -1);
+	struct iov iov = { report, sizeof(*report) - PROBLEM_BYTES + report->problem_len };
+	if (send_parts(sock, &iov, 1, 0, 0, 0) < 0)
+		quit(1);
 }
 
 static void reap_here(int sock, i32 program)
@@ -608,7 +603,7 @@ static __attribute__((noreturn)) void envelope(int sock, u64 disk_bytes, const u
 	report.error = (i32)-error;
 	if (error)
 		report.problem_len = (u32)(put(report.problem, setup_step) - report.problem);
-	say_with(sock, &report, disk);
+	say(sock, &report);
 	/* The kernel releases orphans for us. */
 	SYS4(rt_sigaction, SIGCHLD, ignore, 0, 8);
 	if (receive(sock, &go, sizeof(go), fds, &n_fds, 0) != sizeof(go))
@@ -696,7 +691,14 @@ end:
 			struct report last = { .what = 'E', .pid = program, .status = status };
 			say(sock, &last);
 		}
+	struct {
+		long type, bsize;
+		u64 blocks, bfree, bavail, files, ffree;
+		long rest[8];
+	} room = { 0 };
 	report = (struct report){ .what = 'D' };
+	if (!SYS2(fstatfs, disk, &room))
+		report.disk_full = room.bavail == 0 || room.ffree == 0;
 	if (files >= 0 && !become_user() && !drop_capabilities()) {
 		static char path[PATH_BYTES];
 		gathering.fd = files;
