@@ -22,7 +22,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from opendsec.api.errors import Conflict, ErrorBody, Internal, OpenDSecError, from_body
+from opendsec.api.errors import Conflict, ErrorBody, Internal, OpenDSecError, Unavailable, from_body
 from opendsec.api.exec import Captured, ExecResult
 from opendsec.edge.journal import Journal
 from opendsec.edge.log import Log
@@ -49,18 +49,25 @@ class Action(Generic[S]):
     def __init__(self, actions: Actions, action_id: str | None, sandbox_id: str | None, kind: str, digest: bytes) -> None:
         self._actions, self.action_id, self._sandbox_id, self._kind, self._digest = actions, action_id, sandbox_id, kind, digest
         self.begun = False
+        self.frees = False  # it makes room on the disk: wanted most of all when there is none to record it
 
     def begin(self, detail: str = "", at: float | None = None) -> None:
-        """Write the intent; to be called right before the side effect, perhaps within a transaction."""
+        """Write the intent; to be called right before the side effect, perhaps within a transaction. Raises Unavailable if it cannot be
+        written, unless the action `frees`: then a repetition does it again."""
         if self.action_id is not None:
-            before = self._actions.journal.begin_action(
-                self.action_id,
-                sandbox_id=self._sandbox_id,
-                kind=self._kind,
-                digest=self._digest,
-                detail=detail,
-                at=self._actions.clock() if at is None else at,
-            )
+            try:
+                before = self._actions.journal.begin_action(
+                    self.action_id,
+                    sandbox_id=self._sandbox_id,
+                    kind=self._kind,
+                    digest=self._digest,
+                    detail=detail,
+                    at=self._actions.clock() if at is None else at,
+                )
+            except Unavailable:
+                if not self.frees:
+                    raise
+                return
             assert before is None  # `once` has looked
             self.begun = True
 

@@ -23,6 +23,7 @@ from opendsec.edge.http import Answer, Handler, Request
 
 HELD_BYTES = 1 << 20  # of a raw body; also taken whole before any of it is passed on, so that a broken connection breaks nothing
 OWN = frozenset({"KILL", "WRITE"})  # these tell more of an earlier action than was recorded: the state as it is now; another content
+FREEING = frozenset({"IMAGE_REMOVE", "IMAGE_GC", "SHUTDOWN"})  # must work on a full disk, and may well be done twice
 ENDLESS = frozenset({"STDIN"})  # takes as long as the command lets its input wait
 
 
@@ -55,6 +56,7 @@ def _once(actions: Actions, name: str, handler: Handler) -> Handler:
         async def work(action: Action[msgspec.Struct]) -> msgspec.Struct:
             nonlocal ran
             ran = True
+            action.frees = name in FREEING
             request.intent = action
             answer = await handler(request)
             if not action.begun:
