@@ -20,7 +20,8 @@ def edge(leak_detector: LeakDetector) -> Iterator[EdgeProcess]:
     try:
         edge.start()
         edge.edge_id = asyncio.run(_edge_id(edge))
-        leak_detector.allow("cgroups", f"opendsec-{edge.edge_id}")  # members of pools live on between tests
+        leak_detector.allow("cgroups", f"opendsec-{edge.edge_id}")  # members of pools live on between tests,
+        leak_detector.allow("processes", "^calld ")  # and come and go with the pool
         yield edge
     finally:
         edge.remove()
