@@ -71,11 +71,13 @@ def test_memory_that_no_process_has(member: Calls) -> None:
             kind, source=HOARD, argv=["python3", "-c", HOARD], output_bytes=4 * MIB, memory_bytes=32 * MIB, disk_bytes=256 * MIB
         )  # type: ignore[arg-type]
         ended = member.run(job)
-        assert (ended.signal, ended.oom_killed, ended.spoiled) == (9, True, "")
+        assert (ended.signal, ended.spoiled) == (9, "")
+        # At the limit the kernel may rather drop the program's own text and read it again, for as long as there is time.
+        assert ended.oom_killed or ended.timed_out
         assert ended.stdout == b"x" * 4_000_000
     small = "for i in 1 2 3 4 5 6 7 8; do sleep 100 & done; exec cat /dev/zero > /dev/shm/x"
     ended = member.exec("sh", "-c", small, memory_bytes=32 * MIB, disk_bytes=256 * MIB, wall_time_s=10)
-    assert (ended.code, ended.oom_killed, ended.spoiled) == (None, True, "")
+    assert (ended.code, ended.oom_killed or bool(ended.timed_out), ended.spoiled) == (None, True, "")
     member.check()
 
 
