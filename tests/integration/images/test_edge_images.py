@@ -28,7 +28,8 @@ def stores(remote: Path) -> str:
 @pytest.fixture(scope="module")
 def edge(test_images: Path, remote: Path, leak_detector: LeakDetector) -> Iterator[EdgeProcess]:
     process = EdgeProcess(test_images, ARGUMENTS, stores=stores(remote))
-    leak_detector.allow("processes", r"opendsec")  # the loader starts when it is first needed, and ends with the edge
+    leak_detector.allow("processes", r"opendsec")  # the loader starts when it is first needed, and ends with the edge;
+    leak_detector.allow("cgroups", r"/opendsec-edge_\w+$")  # so does the group of its sandboxes
     try:
         process.start()
         yield process
