@@ -81,29 +81,6 @@ static struct {
 static u8 *buffers;
 static u64 buffers_size;
 
-void *memcpy(void *to, const void *from, size_t len)
-{
-#ifdef __x86_64__
-	void *result = to;
-	__asm__ volatile("rep movsb" : "+D"(to), "+S"(from), "+c"(len) : : "memory");
-	return result;
-#else
-	u8 *t = to;
-	const u8 *f = from;
-	while (len--)
-		*t++ = *f++;
-	return to;
-#endif
-}
-
-void *memset(void *to, int byte, size_t len)
-{
-	u8 *t = to;
-	while (len--)
-		*t++ = (u8)byte;
-	return to;
-}
-
 static void *map(u64 len, int flags)
 {
 	long at = SYS6(mmap, 0, len, PROT_RW, flags | MAP_ANONYMOUS_, -1, 0);

@@ -52,29 +52,6 @@ static const struct sock_filter no_setns[] = {
 	{ 0x06, 0, 0, 0x7FFF0000 },		/* allow */
 };
 
-void *memcpy(void *to, const void *from, size_t len)
-{
-#ifdef __x86_64__
-	void *result = to;
-	__asm__ volatile("rep movsb" : "+D"(to), "+S"(from), "+c"(len) : : "memory");
-	return result;
-#else
-	u8 *t = to;
-	const u8 *f = from;
-	while (len--)
-		*t++ = *f++;
-	return to;
-#endif
-}
-
-void *memset(void *to, int byte, size_t len)
-{
-	u8 *t = to;
-	while (len--)
-		*t++ = (u8)byte;
-	return to;
-}
-
 /* In the copy: descriptors, limits, and the end of all privilege. */
 static long settle(struct forkin_call *call)
 {

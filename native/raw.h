@@ -125,8 +125,28 @@ struct dispatch {
 };
 
 /* The compiler may call these by itself. */
-void *memcpy(void *to, const void *from, size_t len);
-void *memset(void *to, int byte, size_t len);
+void *memcpy(void *to, const void *from, size_t len)
+{
+#ifdef __x86_64__
+	void *result = to;
+	__asm__ volatile("rep movsb" : "+D"(to), "+S"(from), "+c"(len) : : "memory");
+	return result;
+#else
+	u8 *t = to;
+	const u8 *f = from;
+	while (len--)
+		*t++ = *f++;
+	return to;
+#endif
+}
+
+void *memset(void *to, int byte, size_t len)
+{
+	u8 *t = to;
+	while (len--)
+		*t++ = (u8)byte;
+	return to;
+}
 
 static inline size_t length(const char *text)
 {
