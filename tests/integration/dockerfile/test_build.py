@@ -143,7 +143,7 @@ async def test_a_failing_step_tells_its_line_and_the_end_of_its_output(build: Bu
         await build(f"FROM {BASE}\n\nRUN echo early; seq 3000; echo late words >&2; exit 7\n")
     assert error.value.data == {"line": 3, "exit_code": 7} and "early" in build.log and "\nearly" not in str(error.value)
     with pytest.raises(InvalidRequest, match="no network"):
-        await build(f"FROM {BASE}\nRUN python3 -c 'import socket; socket.getaddrinfo(\"pypi.org\", 443)'\n")
+        await build(f"FROM {BASE}\nRUN python3 -c 'import socket; socket.getaddrinfo(\"packages.invalid\", 443)'\n")
     with pytest.raises(InvalidRequest, match="longer than"):
         await build(f"FROM {BASE}\nRUN sleep 60 & sleep 60\n", timeout_s=0.2)
     with pytest.raises(InvalidRequest, match="memory was used up"):

@@ -129,11 +129,11 @@ async def test_caches_that_hold_the_package(tree: Tree) -> None:
     tree.write("opt/wheels/numpy-2.0-py3-none-any.whl")
     tree.write(
         "root/.npm/_cacache/index-v5/aa/bb/cc",
-        '{"key":"make-fetch-happen:request-cache:https://registry.npmjs.org/left-pad/-/left-pad-1.0.tgz"}',
+        '{"key":"make-fetch-happen:request-cache:https://packages.invalid/left-pad/-/left-pad-1.0.tgz"}',
     )
     tree.write("root/.cache/uv/archive-v0/x/scikit_learn-1.5.0.dist-info/METADATA")
-    tree.write("root/.cargo/registry/cache/index.crates.io-1/serde-1.0.200.crate")
-    tree.write("root/.cargo/registry/src/index.crates.io-1/serde-1.0.200/lib.rs")
+    tree.write("root/.cargo/registry/cache/index.packages.invalid-1/serde-1.0.200.crate")
+    tree.write("root/.cargo/registry/src/index.packages.invalid-1/serde-1.0.200/lib.rs")
     tree.write("root/go/pkg/mod/github.com/pkg/errors@v0.9.1/errors.go")
     tree.write("root/go/pkg/mod/cache/download/github.com/pkg/errors/@v/v0.9.1.zip")
     found = await tree.lint("scikit-learn", "left-pad", "serde", "github.com/pkg/errors")
