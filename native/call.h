@@ -59,32 +59,24 @@ static void dispatch(int *stdio, int value_fd, const u8 *payload, u32 len)
 		SYS1(close, body);
 	if (pidfd >= 0)
 		SYS1(close, pidfd);
-	u64 deadline = now_us() + STEP_US;
-	while (!call.reason && !call.answered && !call.spoiled && now_us() < deadline)
-		turn(deadline);
-	if (call.reason)
-		return;
-	if (!call.answered) {
-		call.spoiled = call.spoiled ? call.spoiled : "its interpreter does not answer";
-		call.reason = call.spoiled;
-	} else if (call.answer <= 1 || call.answer == env.pid || call.answer == interpreter_pid) {
-		env.report.problem_len = 0;
-		call.reason = explain("the interpreter cannot fork", call.answer);
-	} else {
-		call.pid = call.answer;
-		call.ended.flags |= STARTED;
-		for (u32 i = 0; i < call.n_reaped; i++)
-			if (call.reaped[i] == call.pid)
-				main_ended(call.reaped_status[i]);
-		reap();
-	}
+	call.dispatched = !call.reason;
 }
 
 static void watch(void)
 {
 	u64 next_look = call.started_us + call.job.cpu_us / member.cores; /* before that it cannot have used so much */
-	while (!call.over && !call.killed) {
-		u64 now = now_us(), wall = now - call.started_us;
+	while (!call.over && !call.killed && !call.reason) {
+		u64 now = now_us(), wall = now - call.started_us, end = call.started_us + call.job.wall_us;
+		if (call.dispatched && !call.answered && (wall >= call.job.wall_us || now >= next_look))
+			hear_interpreter();
+		if (call.dispatched && !call.answered) { /* there is nothing yet that could be ended */
+			end = call.started_us + STEP_US;
+			if (call.spoiled || now >= end)
+				call.reason = call.spoiled = call.spoiled ? call.spoiled : "its interpreter does not answer";
+			else
+				turn(end);
+			continue;
+		}
 		if (wall >= call.job.wall_us) {
 			call.ended.flags |= WALL;
 			finish();
@@ -100,7 +92,6 @@ static void watch(void)
 			u64 pause = (call.job.cpu_us - used) / member.cores;
 			next_look = now + (pause < 1000 ? 1000 : pause);
 		}
-		u64 end = call.started_us + call.job.wall_us;
 		turn(next_look < end ? next_look : end);
 	}
 }
@@ -219,17 +210,21 @@ static void run(const u8 *body, u32 len, int body_fd)
 	for (int i = 0; i < 3; i++)
 		if (stdio[i] >= 0)
 			SYS1(close, stdio[i]);
-	if (call.ended.flags & STARTED)
+	if (call.dispatched || call.ended.flags & STARTED)
 		watch();
 	finish();
 	/* The envelope says what it brought back, and ends. Only when it is dead, and all that was in it, is the call over. */
 	last = (struct report){ 0 };
-	u64 deadline = now_us() + DEATH_US;
-	if (await_report(deadline))
-		last = env.report;
 	if (!bury_envelope())
 		call.spoiled = "its processes do not end";
-	deadline = now_us() + DEATH_US;
+	while (!env.told && hear_envelope())
+		;
+	if (env.told)
+		last = env.report;
+	env.told = 0;
+	u64 deadline = now_us() + DEATH_US;
+	while (call.dispatched && !call.answered && !call.spoiled && now_us() < deadline)
+		turn(deadline); /* killed before we knew it */
 	while ((call.ended.flags & STARTED) && !call.over && now_us() < deadline) {
 		reap();
 		if (!call.over)
@@ -333,8 +328,10 @@ done:;
 	if (files_fd >= 0)
 		SYS1(close, files_fd);
 	call.busy = 0;
-	if (!call.spoiled)
+	if (!call.spoiled) {
 		make_envelope(job->disk_bytes); /* for the next one, while the edge looks at this */
+		await_report(now_us() + STEP_US);
+	}
 }
 
 #endif

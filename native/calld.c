@@ -21,7 +21,7 @@
 enum { MAGIC = 0x31434644, SETUP = 1, JOB = 2, CANCEL = 3, READY = 16, FAILED = 17, ENDED = 18, IN_MEMFD = 1 };
 enum { CHANNEL = 3, EDGE = 4, CALLS_NS = 5, CPU_TIME = 6, MEMORY = 7, MEMORY_PEAK = 8, OOM_KILLS = 9, PIDS_DENIED = 10 };
 enum { ENVELOPE_FLAGS = CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS };
-enum { INLINE_BYTES = 60 << 10, STEP_US = 30000000, DEATH_US = 20000000, INTERPRETER_PID = 32000, CAPTURE = 8192 };
+enum { INLINE_BYTES = 60 << 10, STEP_US = 30000000, DEATH_US = 20000000, QUIET_US = 4000, INTERPRETER_PID = 32000, CAPTURE = 8192 };
 enum {
 	STARTED = 1, WALL = 2, CPU = 4, OOM = 8, OUTPUT = 16, PIDS = 32, DISK = 64, CALLERS_FAULT = 128, CANCELLED = 256, HAS_VALUE_ = 512
 };
@@ -57,6 +57,7 @@ static struct {
 	int dead;
 	struct report report;
 	int told; /* a report has come that nobody has looked at */
+	int awaited; /* somebody waits for a report */
 } env;
 
 static struct {
@@ -67,6 +68,7 @@ static struct {
 	i32 pid;
 	int over; /* its first process was reaped */
 	u64 started_us, cpu_start_us, limit_wall_us;
+	int dispatched; /* the interpreter was told to fork */
 	i32 answer;
 	int answered;
 	int killed;
@@ -214,6 +216,35 @@ static void main_ended(i32 status)
 	finish();
 }
 
+static const char *explain_error(const char *what, i32 error)
+{
+	put_number(put(put(call.reason_text, what), ": error "), (u64)(error < 0 ? -error : error));
+	return call.reason_text;
+}
+
+/* What the interpreter says of a fork: a number, which counts only if it is that of a child of ours. */
+static void hear_interpreter(void)
+{
+	int fds[MAX_PASSED], n_fds;
+	long got = receive(interpreter, &call.answer, sizeof(call.answer), fds, &n_fds, MSG_DONTBLOCK);
+	for (int i = 0; i < n_fds; i++)
+		SYS1(close, fds[i]);
+	if (got == -EAGAIN)
+		return;
+	call.answered = 1;
+	if (got != sizeof(call.answer))
+		call.spoiled = call.reason = "its interpreter broke the protocol";
+	else if (call.answer <= 1 || call.answer == env.pid || call.answer == interpreter_pid)
+		call.reason = explain_error("the interpreter cannot fork", call.answer);
+	else {
+		call.pid = call.answer;
+		call.ended.flags |= STARTED;
+		for (u32 i = 0; i < call.n_reaped; i++)
+			if (call.reaped[i] == call.pid)
+				main_ended(call.reaped_status[i]);
+	}
+}
+
 static void reap(void)
 {
 	i32 status;
@@ -226,21 +257,23 @@ static void reap(void)
 			call.spoiled = "its interpreter ended";
 		} else if (call.busy && pid == call.pid)
 			main_ended(status);
-		else if (call.busy && call.job.kind == KIND_PYTHON && !call.pid && call.n_reaped < 16) {
-			/* Perhaps the call: the interpreter has not told us its number yet. */
+		else if (call.dispatched && !call.pid && call.n_reaped < 16) {
+			/* Perhaps the call: we have not heard its number from the interpreter yet. */
 			call.reaped[call.n_reaped] = (i32)pid;
 			call.reaped_status[call.n_reaped++] = status;
 		}
 	}
+	if (call.n_reaped && !call.answered)
+		hear_interpreter();
 }
 
-static void hear_envelope(void)
+static int hear_envelope(void)
 {
 	int fds[MAX_PASSED], n_fds;
 	struct report report = { 0 };
 	long got = receive(env.sock, &report, sizeof(report), fds, &n_fds, MSG_DONTBLOCK);
 	if (got < (long)(sizeof(report) - PROBLEM_BYTES))
-		return;
+		return 0;
 	if (report.what == 'R') {
 		env.rooted = 1;
 	}
@@ -249,22 +282,10 @@ static void hear_envelope(void)
 	if (report.what == 'E') {
 		if (call.busy && call.job.kind == KIND_EXEC && report.pid == call.pid)
 			main_ended(report.status);
-		return;
+		return 1;
 	}
 	env.report = report;
-	env.told = 1;
-}
-
-static void hear_interpreter(void)
-{
-	int fds[MAX_PASSED], n_fds;
-	long got = receive(interpreter, &call.answer, sizeof(call.answer), fds, &n_fds, MSG_DONTBLOCK);
-	if (got == sizeof(call.answer))
-		call.answered = 1;
-	else if (got != -EAGAIN)
-		call.spoiled = "its interpreter broke the protocol";
-	for (int i = 0; i < n_fds; i++)
-		SYS1(close, fds[i]);
+	return env.told = 1;
 }
 
 /* Of the edge during a call only a cancellation can come, or its end. */
@@ -284,26 +305,34 @@ static void hear_edge(void)
 	}
 }
 
-/* Wait for something to happen, at most until `until_us`, and see to it. */
+/* Wait for something to happen, at most until `until_us`, and see to it.
+ *
+ * Each wake-up costs some 5 us, so a call that ends within its first QUIET_US has one, for its end: what it writes stays in the pipes, and
+ * the interpreter's answer in its channel, until then. That is the case of most calls. */
 static void turn(u64 until_us)
 {
 	struct pollfd polled[6];
-	u64 now = now_us(), wait = until_us > now ? until_us - now : 0;
+	u64 now = now_us(), quiet_until = call.started_us + QUIET_US;
+	int quiet = call.busy && !call.killed && call.job.kind == KIND_PYTHON && now < quiet_until;
+	if (quiet && quiet_until < until_us)
+		until_us = quiet_until;
+	u64 wait = until_us > now ? until_us - now : 0;
 	struct __kernel_timespec timeout;
 	u8 scrap[128 * 8];
 	int n = 2, out[2] = { -1, -1 }, at_env = -1, at_interpreter = -1;
 
-	polled[0] = (struct pollfd){ .fd = EDGE, .events = POLLIN };
+	/* Between calls the next job stays where it is. */
+	polled[0] = (struct pollfd){ .fd = EDGE, .events = call.busy ? POLLIN : 0 };
 	polled[1] = (struct pollfd){ .fd = signals, .events = POLLIN };
-	if (env.pid > 0 && !env.dead) {
+	if (env.pid > 0 && !env.dead && (env.awaited || (call.busy && call.job.kind == KIND_EXEC))) {
 		at_env = n;
 		polled[n++] = (struct pollfd){ .fd = env.sock, .events = POLLIN };
 	}
-	if (interpreter >= 0 && interpreter_pid > 0) {
+	if (call.dispatched && !call.answered && (!quiet || call.n_reaped)) {
 		at_interpreter = n;
 		polled[n++] = (struct pollfd){ .fd = interpreter, .events = POLLIN };
 	}
-	for (int i = 0; i < 2 && call.busy; i++)
+	for (int i = 0; i < 2 && call.busy && !quiet && !call.killed; i++)
 		if (call.out[i].fd >= 0) {
 			out[i] = n;
 			polled[n++] = (struct pollfd){ .fd = call.out[i].fd, .events = POLLIN };
@@ -355,8 +384,10 @@ static void make_envelope(u64 disk_bytes)
 /* Wait until the envelope has said `what`, or has died. */
 static int await_report(u64 deadline)
 {
+	env.awaited = 1;
 	while (!env.told && !env.dead && now_us() < deadline)
 		turn(deadline);
+	env.awaited = 0;
 	if (!env.told && env.pid > 0)
 		hear_envelope(); /* said, and died of it */
 	int told = env.told;
@@ -644,17 +675,15 @@ __attribute__((noreturn, used)) void begin(long *stack)
 		u8 scrap[1024];
 		if (interpreter >= 0 && interpreter_pid < 0)
 			quit(76); /* the edge sees us gone, and makes another member */
-		SYS5(ppoll, polled, 2, 0, 0, 0);
-		if (polled[1].revents) {
-			SYS3(read, signals, scrap, sizeof(scrap));
-			reap();
+		long got = receive(EDGE, inbox, INBOX, fds, &n_fds, MSG_DONTBLOCK);
+		if (got == -EAGAIN) {
+			SYS5(ppoll, polled, 2, 0, 0, 0);
+			if (polled[1].revents) {
+				SYS3(read, signals, scrap, sizeof(scrap));
+				reap();
+			}
 			continue;
 		}
-		if (!polled[0].revents)
-			continue;
-		long got = receive(EDGE, inbox, INBOX, fds, &n_fds, MSG_DONTBLOCK);
-		if (got == -EAGAIN)
-			continue;
 		if (got < (long)sizeof(head))
 			quit(0);
 		memcpy(&head, inbox, sizeof(head));
