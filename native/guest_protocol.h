@@ -1,0 +1,103 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Numbers of the guest protocol. docs/guest-protocol.md says what they mean; a test compares runtime/guest/wire.py with this file.
+ */
+#ifndef GUEST_PROTOCOL_H
+#define GUEST_PROTOCOL_H
+
+#include <stdint.h>
+
+enum {
+	GUEST_MAGIC = 0x31475344,
+	GUEST_VERSION = 1,
+	HEADER_BYTES = 24,
+	MAX_PAYLOAD = 65536,
+	MAX_REQUEST = 3 << 20,
+	INITIAL_CREDIT = 131072,
+	MAX_STREAMS = 16,
+	NONCE_BYTES = 16,
+	SEED_BYTES = 64,
+	FRESH_BYTES = 32,
+	MAX_PING = 64,
+	MAX_NAME = 64,
+
+	FLAG_MORE = 1,
+	ANSWER = 0x8000,
+	TYPE_ERROR = 0xFFFF,
+};
+
+enum guest_type {
+	/* the connection */
+	TYPE_HELLO = 0x0001,
+	TYPE_PING = 0x0002,
+	TYPE_PARK = 0x0003,
+	TYPE_UNPARK = 0x0004,
+	/* streams */
+	TYPE_DATA = 0x0010,
+	TYPE_CREDIT = 0x0011,
+	TYPE_EOF = 0x0012,
+	TYPE_CLOSE = 0x0013,
+	/* commands */
+	TYPE_EXEC = 0x0020,
+	TYPE_SIGNAL = 0x0021,
+	TYPE_MARK = 0x0022,
+	TYPE_MEMBERS = 0x0023,
+	TYPE_RESIZE = 0x0024,
+	TYPE_RELEASE = 0x0025,
+	TYPE_COMMANDS = 0x0026,
+	TYPE_CUT = 0x0027,
+	TYPE_EXIT = 0x0030, /* event */
+	TYPE_TREE_EMPTY = 0x0031, /* event */
+	/* files */
+	TYPE_STAT = 0x0040,
+	TYPE_LIST = 0x0041,
+	TYPE_READ = 0x0042,
+	TYPE_WRITE = 0x0043,
+	TYPE_COMMIT = 0x0044,
+	TYPE_ABORT = 0x0045,
+	TYPE_MKDIR = 0x0046,
+	TYPE_MOVE = 0x0047,
+	TYPE_REMOVE = 0x0048,
+	TYPE_CHMOD = 0x0049,
+	TYPE_WALK = 0x004A,
+	TYPE_EXTRACT = 0x004B,
+	TYPE_WATCH = 0x004C,
+	TYPE_UNWATCH = 0x004D,
+	TYPE_WATCHED = 0x0050, /* event */
+	/* the machine */
+	TYPE_IDENTITY = 0x0060,
+	TYPE_CLOCK = 0x0061,
+	TYPE_NETWORK = 0x0062,
+	TYPE_USAGE = 0x0063,
+	TYPE_SYNC = 0x0064,
+	TYPE_FREEZE = 0x0065,
+	TYPE_THAW = 0x0066,
+	TYPE_MOUNT = 0x0067,
+	TYPE_SHUTDOWN = 0x0068,
+	TYPE_LIMITS = 0x0069,
+};
+
+enum { FEATURE_CGROUPS = 1, FEATURE_INIT = 2, FEATURE_PTY = 4, FEATURE_FREEZE = 8 };
+enum { EXEC_PTY = 1, KIND_NULL = 0, KIND_IN = 1, KIND_OUT = 2, MIN_KINDS = 3 };
+enum { SIGNAL_TREE = 1, SIGNAL_SINCE_MARK = 2 };
+enum { COMMAND_RUNS = 1, COMMAND_TREE = 2, COMMAND_RELEASED = 4 };
+enum { EXIT_CODE = 0, EXIT_SIGNAL = 1 };
+enum { FILE_APPEND = 1, FILE_PARENTS = 2, FILE_MODE = 4, FILE_USER = 8, FILE_RECURSIVE = 16, FILE_FOLLOW = 32 };
+enum { RECORD_ENTRY = 1, RECORD_LINK = 2, RECORD_PROBLEM = 3 };
+enum {
+	WATCH_CREATED = 1,
+	WATCH_MODIFIED = 2,
+	WATCH_DELETED = 3,
+	WATCH_MOVED_FROM = 4,
+	WATCH_MOVED_TO = 5,
+	WATCH_ATTRIBUTES = 6,
+	WATCH_OVERFLOW = 7,
+	WATCH_GONE = 8
+};
+enum { DONE_SEED = 1, DONE_HOSTNAME = 2, DONE_MACHINE_ID = 4, DONE_BOOT_ID = 8, DONE_CLOCK = 16 };
+enum { SHUTDOWN_OFF = 0, SHUTDOWN_REBOOT = 1 };
+enum { MOUNT_READ_ONLY = 1 };
+
+#define MAX_PSEUDO_BYTES (16 << 20) /* read at most of files that do not know their size */
+
+#endif
