@@ -11,7 +11,7 @@ from opendsec.api.errors import InvalidRequest
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford base 32: no i, l, o, u
 _ACTION = re.compile(r"[A-Za-z0-9._:/@+-]{1,128}")
 
-SANDBOX, PROCESS, SESSION, EDGE = "sb", "proc", "sess", "edge"
+SANDBOX, PROCESS, SESSION, EDGE, SNAPSHOT = "sb", "proc", "sess", "edge", "snap"
 
 
 def new_id(kind: str) -> str:

@@ -10,14 +10,23 @@ has released what it had acquired; every `destroy` may be repeated and releases 
     ExecPlan    one command, with every default resolved
     Running     a started command
     Exit        how it ended
+
+A sandbox that is a machine can more: its state is saved and its process ended (`pause`), it comes back (`Backend.resume`), and what it was
+at one moment is kept (`snapshot`), of which others are made (`Placement.snapshot`). Where a backend cannot, it raises Unsupported.
+
+    SnapshotRecord   what the journal keeps of a snapshot
+    VmOptions        what only a machine can be asked for
+    VmRecord         the part of a Record, or of a SnapshotRecord, that only a machine has
+    Screen           what a machine shows, and its pointer and keyboard
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -27,6 +36,40 @@ from opendsec.api.images import ImageConfig
 from opendsec.api.sandboxes import Capability, Usage
 from opendsec.api.spec import Limits
 from opendsec.images.layers import LayerRef as LayerRef
+
+MouseButton = Literal["left", "middle", "right"]
+
+
+class VmOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What only a machine can be asked for. `profile`: the kind of a full VM, "" for a microVM; `width` 0: no display."""
+
+    hardware_required: bool = False  # nothing but hardware virtualisation will do
+    profile: str = ""
+    width: int = 0
+    height: int = 0
+
+
+class VmRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a machine the edge should know. What it stands on, the backend keeps itself (`runtime.vmm.store`): that changes while the
+    edge is not looking."""
+
+    state: Literal["running", "paused"]
+    accelerator: str  # "kvm" or "tcg"
+    template: str  # key
+    options: VmOptions
+
+
+class SnapshotRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What the journal keeps of a snapshot. A sandbox made of it has the same layers and limits."""
+
+    snapshot_id: str
+    backend: str
+    sandbox_id: str  # whose it is
+    memory: bool  # with memory: what ran goes on in whatever is made of it
+    limits: Limits
+    layers: tuple[str, ...]  # digests, which are in use as long as the snapshot is kept
+    stored_bytes: int
+    vm: VmRecord
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +84,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     user: str
     workdir: str
     hostname: str
+    vm: VmOptions | None = None  # for backends of machines
+    snapshot: SnapshotRecord | None = None  # made of this; it and its layers and limits must agree
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +100,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     scratch: str  # the scratch driver's own reference
     limits: Limits
     layers: tuple[str, ...]
+    vm: VmRecord | None = None
 
 
 class ExecPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -208,6 +254,34 @@ class Handle(Protocol):
         self, plan: ExecPlan, *, stdin: int | None, stdout: int | None, stderr: int | None, extra: Sequence[int] = ()
     ) -> Running:
         """Start a command. The descriptors become its 0, 1, 2 (None: /dev/null; all None with a terminal), those of `extra` its 3, 4, …;
+class Screen(Protocol):
+    """What a machine shows, and its pointer and keyboard. Points are pixels from the upper left corner; all that waits raises SandboxLost,
+    Unavailable."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height, as last known."""
+
+    async def png(self) -> bytes: ...
+    async def move(self, x: int, y: int) -> None: ...
+    async def button(self, button: MouseButton, *, down: bool) -> None: ...
+    async def click(self, x: int, y: int, *, button: MouseButton = "left", count: int = 1) -> None: ...
+    async def scroll(self, x: int, y: int, *, dx: int = 0, dy: int = 0) -> None:
+        """In notches of the wheel; positive is right and down."""
+
+    async def key(self, keys: str) -> None:
+        """Press and release a key, or several together, such as `ctrl+s`. Raises InvalidRequest for a name that is none."""
+
+    async def text(self, text: str) -> None:
+        """Type it. Raises InvalidRequest for a character that the keyboard has not."""
+
+    async def resize(self, width: int, height: int) -> None:
+        """Raises Unsupported where the guest does not follow."""
+
+    async def vnc(self) -> socket.socket:
+        """A connection of one's own to the VNC server; the caller closes it."""
+
+
         the caller keeps and closes its own copies. A command that cannot start is a Running whose `exited` says `not_started`.
         Raises SandboxLost, Unavailable. Cancelled, it kills what may have started."""
 
@@ -248,17 +322,42 @@ class Backend(Protocol):
         """A handle on a sandbox that an earlier edge process made. Raises SandboxLost if it is gone.
 
         The commands in `cut` were under way when that edge died: nobody can hear them any more, so they are ended, whole trees, and so
-        are the shells of sessions. What commands that had ended left running lives on.
+    async def pause(self) -> Record:
+        """Save its state and end its process; the record is for `Backend.resume`. Everything but what is stored is given back, `died` is
+        not done, and the handle can only be destroyed or come back by `resume`; commands go on then, if it is in the same edge process.
+        Raises Unsupported, SandboxLost, Unavailable (then it runs on)."""
+
+    async def snapshot(self, snapshot_id: str, *, memory: bool) -> SnapshotRecord:
+        """Keep what it is now, its disk or its disk and memory. It stands still for a moment, and runs again when this returns or raises.
+        Raises Unsupported, SandboxLost, Unavailable."""
+
+    @property
+    def screen(self) -> Screen | None:
+        """None: it has none."""
+
+        are the shells of sessions. What commands that had ended left running lives on. A sandbox whose edge died while it paused it may
+        be found paused: then it is resumed.
         """
 
     async def clear(self, sandbox_id: str, record: Record | None) -> None:
-        """Remove whatever a half-made or dead sandbox left behind; may be repeated."""
+        """Remove whatever a half-made or dead sandbox left behind, a paused one as well; may be repeated."""
 
     def leftovers(self) -> Sequence[str]:
-        """Ids of sandboxes of this edge that have cgroups, scratch or processes here."""
+        """Ids of sandboxes of this edge that have cgroups, scratch or processes here, paused ones among them."""
+
+    def snapshots(self) -> Sequence[str]:
+        """Ids of the snapshots of this edge that are stored here."""
 
     async def unmount_unused(self) -> int:
         """Let go of the mounts of layers that no sandbox uses, which would keep the space of removed ones; how many."""
 
     async def close(self) -> None:
         """Release what all sandboxes share; living sandboxes stay."""
+    async def resume(self, record: Record, *, cut: Collection[str] = ()) -> Handle:
+        """A paused sandbox, running again: what was in its memory goes on. The same handle that was paused, if this process still has it;
+        else a new one, and then `cut` is as for `adopt`. Its record is another one than before. One that runs already, because an edge
+        died as it resumed it, is adopted. Raises SandboxLost, Unavailable (then it stays paused), Unsupported."""
+
+    async def remove_snapshot(self, record: SnapshotRecord) -> None:
+        """Forget a snapshot; may be repeated. What was made of it stays, and what that stands on is kept as long."""
+

@@ -19,7 +19,7 @@ from pathlib import Path
 from opendsec.api.errors import Internal, OpenDSecError, SandboxLost, Unavailable, Unsupported
 from opendsec.api.sandboxes import Capability
 from opendsec.kernel import cgroups, procfs, syscalls
-from opendsec.runtime.backend import Handle, LayerRef, Placement, Record
+from opendsec.runtime.backend import Handle, LayerRef, Placement, Record, SnapshotRecord
 from opendsec.runtime.container import profile
 from opendsec.runtime.container.handle import ContainerHandle
 from opendsec.runtime.container.plan import PROFILE_NAME, create_plan, edge_group, group_name
@@ -192,6 +192,8 @@ class ContainerBackend:
     async def create(self, placement: Placement) -> Handle:
         if self._missing:
             raise Unsupported(f"this machine cannot run containers: {'; '.join(self._missing)}", field="spec.backend")
+        if placement.snapshot is not None:
+            raise Unsupported("containers cannot be made of a snapshot", field="spec.snapshot")
         digests = tuple(layer.digest for layer in placement.layers)
         self._users.update(digests)
         try:
@@ -283,6 +285,15 @@ class ContainerBackend:
         await handle.thaw()  # an edge that died while the sandbox stood still leaves it so
         await handle.end_commands(cut)
         return handle
+
+    async def resume(self, record: Record, *, cut: Collection[str] = ()) -> Handle:
+        raise Unsupported("containers cannot be paused")
+
+    async def remove_snapshot(self, record: SnapshotRecord) -> None:
+        raise Unsupported("containers have no snapshots")
+
+    def snapshots(self) -> Sequence[str]:
+        return ()
 
     async def clear(self, sandbox_id: str, record: Record | None) -> None:
         await self._clear(sandbox_id)

@@ -9,13 +9,13 @@ import signal
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from opendsec.api.errors import SandboxLost, Unavailable
+from opendsec.api.errors import SandboxLost, Unavailable, Unsupported
 from opendsec.api.ids import SESSION
 from opendsec.api.sandboxes import Usage
 from opendsec.images.waiting import in_thread, to_the_end
-from opendsec.kernel import cgroups, procfs, syscalls
-from opendsec.kernel.signals import signal_listed
-from opendsec.runtime.backend import Counters, DiskSnapshot, ExecPlan, Exit, FileAccess, Record, Running
+from opendsec.kernel import cgroups, procfs, syscalls, tty
+from opendsec.kernel.signals import kill_listed, signal_listed
+from opendsec.runtime.backend import Counters, DiskSnapshot, ExecPlan, Exit, FileAccess, Record, Running, SnapshotRecord
 from opendsec.runtime.container import still
 from opendsec.runtime.container.plan import exec_plan, group_name
 from opendsec.runtime.files import SandboxFiles
@@ -208,6 +208,14 @@ class ContainerHandle:
                 if taking.exception() is None:
                     await taking.result().release()
                 raise
+
+    screen = None
+
+    async def pause(self) -> Record:
+        raise Unsupported("containers cannot be paused")
+
+    async def snapshot(self, snapshot_id: str, *, memory: bool) -> SnapshotRecord:
+        raise Unsupported("containers have no snapshots")
 
     # --- end -------------------------------------------------------------------------------------------------------
 

@@ -23,10 +23,10 @@ import msgspec
 
 from opendsec.api.errors import SandboxLost, Unsupported
 from opendsec.api.exec import Pty
-from opendsec.api.ids import PROCESS, SANDBOX, new_id
+from opendsec.api.ids import PROCESS, SANDBOX, SNAPSHOT, new_id
 from opendsec.api.images import ImageConfig
 from opendsec.api.spec import Limits
-from opendsec.runtime.backend import Backend, ExecPlan, Exit, Handle, LayerRef, Placement, Record, Running
+from opendsec.runtime.backend import Backend, ExecPlan, Exit, Handle, LayerRef, Placement, Record, Running, SnapshotRecord
 
 ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 LIMITS = Limits(cpu=1.0, cpu_weight=100, memory_bytes=64 << 20, disk_bytes=16 << 20, inodes=4096, pids=64, open_files=256)
@@ -41,6 +41,7 @@ class Setup:
     layers: tuple[LayerRef, ...]
     murder: Callable[[Handle], None]  # kill PID 1 of a sandbox, as a hostile or unlucky inside would
     uid_base: int = 0x70000000
+    limits: Limits = LIMITS
     backend: Backend = field(init=False)
     _made: int = 0
 
@@ -58,7 +59,7 @@ class Setup:
         plain = Placement(
             sandbox_id=sandbox_id,
             uid_base=self.uid_base + 65_536 * self._made,
-            limits=LIMITS,
+            limits=self.limits,
             layers=self.layers,
             config=ImageConfig(),
             env=ENV,
@@ -68,11 +69,14 @@ class Setup:
         )
         return msgspec.structs.replace(plain, **fields)
 
+    def can(self, name: str) -> bool:
+        return any(one.name == name and one.available for one in self.backend.capabilities())
+
     @contextlib.asynccontextmanager
-    async def box(self) -> AsyncIterator[Handle]:
+    async def box(self, **fields: object) -> AsyncIterator[Handle]:
         """A sandbox, destroyed afterwards."""
         async with asyncio.timeout(TIMEOUT_S):
-            handle = await self.backend.create(self.placement())
+            handle = await self.backend.create(self.placement(**fields))
             try:
                 yield handle
             finally:
@@ -481,3 +485,137 @@ async def files_and_commands_see_the_same(setup: Setup) -> None:
             os.close(fd)
         info = await asyncio.to_thread(lambda: handle.files.stat(b"/tmp/from-outside"))
         assert (info.mode, info.uid, info.size_bytes) == (0o640, 0, 6)
+# --- saved and brought back --------------------------------------------------------------------------------------------------
+
+
+@check
+async def what_cannot_be_saved_runs_on(setup: Setup) -> None:
+    async with setup.box() as handle, echoing(handle) as (to_it, from_it):
+        if not setup.can("pause"):
+            await unsupported(handle.pause())
+            await unsupported(setup.backend.resume(handle.record))
+        if not setup.can("snapshot"):
+            await unsupported(handle.snapshot(new_id(SNAPSHOT), memory=True))
+            await unsupported(handle.snapshot(new_id(SNAPSHOT), memory=False))
+        if not setup.can("screen"):
+            assert handle.screen is None
+        assert answers(to_it, from_it, TIMEOUT_S)
+
+
+async def unsupported(asked: Awaitable[object]) -> None:
+    try:
+        await asked
+    except Unsupported:
+        return
+    raise AssertionError("it is said to be unsupported")
+
+
+@check
+async def a_paused_sandbox_goes_on_where_it_was(setup: Setup) -> None:
+    if not setup.can("pause"):
+        return
+    async with setup.box() as handle, echoing(handle) as (to_it, from_it):
+        await output(handle, "sh", "-c", "echo kept >file")
+        record = handle.record
+        for _ in range(2):
+            os.write(to_it, b"x")
+            paused = await handle.pause()
+            assert paused.sandbox_id == record.sandbox_id and paused.vm is not None and paused.vm.state == "paused"
+            assert msgspec.json.decode(msgspec.json.encode(paused), type=Record) == paused
+            assert not handle.died.done() and handle.sandbox_id in setup.backend.leftovers()
+            assert await setup.backend.resume(paused) is handle
+            assert handle.alive() and handle.record.vm is not None and handle.record.vm.state == "running"
+            assert await asyncio.to_thread(answered, from_it, TIMEOUT_S)
+            assert (await output(handle, "cat", "file"))[0] == b"kept\n"
+
+
+@check
+async def a_paused_sandbox_outlives_the_backend(setup: Setup) -> None:
+    if not setup.can("pause"):
+        return
+    handle = await setup.backend.create(setup.placement())
+    await output(handle, "sh", "-c", "echo kept >file; setsid sleep 1000 </dev/null >/dev/null 2>&1 & echo $! >pid")
+    command = plan("sleep", "1000")
+    await handle.exec(command, stdin=None, stdout=None, stderr=None)
+    paused = await handle.pause()
+    backend = await setup.restart()
+    assert handle.sandbox_id in backend.leftovers()
+    again = await backend.resume(paused, cut=(command.process_id,))
+    assert (await output(again, "sh", "-c", "cat file; kill -0 $(cat pid) && echo runs"))[0] == b"kept\nruns\n"
+    assert (await backend.resume(paused)).sandbox_id == again.sandbox_id  # as by an edge that died before it could note that it runs
+    last = await (await setup.restart()).adopt(again.record)
+    assert (await output(last, "cat", "file"))[0] == b"kept\n"
+    await last.destroy()
+
+
+@check
+async def a_paused_sandbox_can_be_destroyed(setup: Setup) -> None:
+    if not setup.can("pause"):
+        return
+    handle = await setup.backend.create(setup.placement())
+    await handle.pause()
+    await handle.destroy()
+    assert handle.sandbox_id not in setup.backend.leftovers()
+    handle = await setup.backend.create(setup.placement())
+    paused = await handle.pause()
+    backend = await setup.restart()
+    await backend.clear(handle.sandbox_id, paused)
+    assert handle.sandbox_id not in backend.leftovers()
+    try:
+        await backend.resume(paused)
+    except SandboxLost:
+        return
+    raise AssertionError("resumed a sandbox that is gone")
+
+
+@check
+async def others_are_made_of_a_snapshot(setup: Setup) -> None:
+    """With memory: what ran goes on in each. Without: they have its files."""
+    if not setup.can("snapshot"):
+        return
+    for memory in (True, False):
+        async with setup.box() as source, echoing(source) as (to_it, from_it):
+            await output(source, "sh", "-c", "echo before >file; setsid sleep 1000 </dev/null >/dev/null 2>&1 &")
+            snapshot = await source.snapshot(new_id(SNAPSHOT), memory=memory)
+            assert snapshot.memory == memory and snapshot.snapshot_id in setup.backend.snapshots()
+            assert msgspec.json.decode(msgspec.json.encode(snapshot), type=SnapshotRecord) == snapshot
+            assert answers(to_it, from_it, TIMEOUT_S)
+            await output(source, "sh", "-c", "echo after >file")
+            async with setup.box(snapshot=snapshot) as one, setup.box(snapshot=snapshot) as two:
+                await setup.backend.remove_snapshot(snapshot)
+                await setup.backend.remove_snapshot(snapshot)
+                assert snapshot.snapshot_id not in setup.backend.snapshots()
+                for box in (one, two):
+                    assert (await output(box, "sh", "-c", "cat file; echo $0 >file", box.sandbox_id))[0] == b"before\n"
+                for box in (one, two):
+                    assert (await output(box, "cat", "file"))[0] == box.sandbox_id.encode() + b"\n"
+                    sleeping, _ = await output(box, "sh", "-c", "cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' ' '")
+                    assert (b"sleep 1000" in sleeping) == memory
+                names = {(await output(box, "hostname"))[0] for box in (source, one, two)}
+                assert len(names) == 3
+            assert (await output(source, "cat", "file"))[0] == b"after\n"
+
+
+@check
+async def many_cycles_lose_nothing(setup: Setup) -> None:
+    if not setup.can("pause") or not setup.can("snapshot"):
+        return
+    handle = await setup.backend.create(setup.placement())
+    taken = []
+    async with asyncio.timeout(4 * TIMEOUT_S):
+        for number in range(10):
+            await output(handle, "sh", "-c", f"echo {number} >>all; echo {number} >file{number}")
+            if number % 2:
+                await setup.backend.resume(await handle.pause())
+            else:
+                taken.append(await handle.snapshot(new_id(SNAPSHOT), memory=number % 4 == 0))
+        everything = "".join(f"{number}\n" for number in range(10)).encode()
+        assert (await output(handle, "sh", "-c", "cat all; cat file?"))[0] == everything * 2
+        async with setup.box(snapshot=taken[2]) as early:
+            assert (await output(early, "cat", "all"))[0] == everything[:10]
+        await handle.destroy()
+        for snapshot in taken:
+            await setup.backend.remove_snapshot(snapshot)
+        assert setup.backend.snapshots() == [] or not set(setup.backend.snapshots()) & {one.snapshot_id for one in taken}
+
+

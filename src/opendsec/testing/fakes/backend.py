@@ -23,7 +23,8 @@ from opendsec.api.errors import Internal, OpenDSecError, SandboxLost
 from opendsec.api.ids import SESSION
 from opendsec.api.sandboxes import Capability, Usage
 from opendsec.kernel import procfs
-from opendsec.runtime.backend import Counters, DiskSnapshot, ExecPlan, Exit, FileAccess, Handle, Placement, Record, Running
+from opendsec.kernel.signals import kill_listed, signal_listed
+from opendsec.runtime.backend import Counters, DiskSnapshot, ExecPlan, Exit, FileAccess, Handle, Placement, Record, Running, SnapshotRecord
 from opendsec.runtime.files import SandboxFiles
 
 MARK = "OPENDSEC_FAKE"
@@ -309,6 +310,14 @@ class FakeHandle:
 
 
 class FakeDiskSnapshot:
+    screen = None
+
+    async def pause(self) -> Record:
+        raise Unsupported("this fake cannot be paused")
+
+    async def snapshot(self, snapshot_id: str, *, memory: bool) -> SnapshotRecord:
+        raise Unsupported("this fake has no snapshots")
+
     """A copy."""
 
     uid_base, frozen_ms = 0, 1.0
@@ -403,6 +412,15 @@ class FakeBackend:
 
     def leftovers(self) -> Sequence[str]:
         return list(self.machine.sandboxes)
+
+    async def resume(self, record: Record, *, cut: Collection[str] = ()) -> Handle:
+        raise Unsupported("this fake cannot be paused")
+
+    async def remove_snapshot(self, record: SnapshotRecord) -> None:
+        raise Unsupported("this fake has no snapshots")
+
+    def snapshots(self) -> Sequence[str]:
+        return ()
 
     async def unmount_unused(self) -> int:
         self.tidied += 1

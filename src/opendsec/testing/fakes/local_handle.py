@@ -19,7 +19,8 @@ from opendsec.api.ids import EDGE, SANDBOX, new_id
 from opendsec.api.sandboxes import Usage
 from opendsec.api.spec import Limits
 from opendsec.kernel import cgroups, syscalls, tty
-from opendsec.runtime.backend import Counters, DiskSnapshot, ExecPlan, Exit, FileAccess, Record, Running
+from opendsec.kernel.signals import kill_listed, signal_listed
+from opendsec.runtime.backend import Counters, DiskSnapshot, ExecPlan, Exit, FileAccess, Record, Running, SnapshotRecord
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 FLOOR = 1000  # child descriptors are collected from here on
@@ -143,6 +144,14 @@ class LocalHandle:
 
     async def snapshot_disk(self) -> DiskSnapshot:
         raise Unsupported("it has no disk of its own")
+
+    screen = None
+
+    async def pause(self) -> Record:
+        raise Unsupported("it cannot be paused")
+
+    async def snapshot(self, snapshot_id: str, *, memory: bool) -> SnapshotRecord:
+        raise Unsupported("it has no snapshots")
 
     async def destroy(self) -> None:
         if self.group.exists():
