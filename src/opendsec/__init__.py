@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         Unsupported,
     )
     from opendsec.api.fn import Checker, FnCall, FnInput, FnLimits, JudgeResult, JudgeTask, PoolSpec, Test
-    from opendsec.api.spec import Container, Limits
+    from opendsec.api.spec import VM, Container, Limits, MicroVM
     from opendsec.client import sync
     from opendsec.client.aio import Client, Sandbox
     from opendsec.client.results import FnResult, Result
@@ -59,6 +59,8 @@ _HOMES = {
     "Sandbox": "opendsec.client.aio",
     "Result": "opendsec.client.results",
     "Container": "opendsec.api.spec",
+    "MicroVM": "opendsec.api.spec",
+    "VM": "opendsec.api.spec",
     "Limits": "opendsec.api.spec",
     "FnResult": "opendsec.client.results",
     "FnCall": "opendsec.api.fn",
@@ -93,6 +95,8 @@ __all__ = [
     "Result",
     "sync",
     "Container",
+    "MicroVM",
+    "VM",
     "Limits",
     "FnCall",
     "FnInput",

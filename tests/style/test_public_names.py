@@ -11,7 +11,7 @@ import opendsec
 from tests.support import SRC
 
 PUBLIC = {
-    *("Client", "Sandbox", "Result", "sync", "Container", "Limits"),
+    *("Client", "Sandbox", "Result", "sync", "Container", "MicroVM", "VM", "Limits"),
     *("FnCall", "FnInput", "FnLimits", "FnResult", "JudgeTask", "JudgeResult", "Test", "Checker", "PoolSpec"),
     *("OpenDSecError", "CallerError", "InvalidRequest", "Unauthorized", "NotFound", "Conflict", "QuotaExceeded", "Unsupported"),
     *("PolicyError", "Denied", "SandboxError", "SandboxLost", "PlatformError", "Unavailable", "Internal", "CommandFailed"),

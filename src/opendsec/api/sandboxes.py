@@ -10,7 +10,7 @@ import msgspec
 from opendsec.api.errors import ErrorBody
 from opendsec.api.spec import AnySpec, Limits
 
-SandboxState = Literal["creating", "running", "stopping", "stopped", "lost"]
+SandboxState = Literal["creating", "running", "paused", "stopping", "stopped", "lost"]
 EdgeState = Literal["starting", "ready", "draining"]
 
 
@@ -28,6 +28,8 @@ class SandboxInfo(msgspec.Struct, frozen=True, kw_only=True):
     expires_at: float | None = None  # the absolute TTL
     idle_expires_at: float | None = None  # moves with use
     message: str = ""  # why it stopped or was lost
+    accelerator: str = ""  # of a machine: kvm, or tcg where the processor is emulated
+    snapshot: str = ""  # the id of the one that it was made of
     spec: AnySpec | None = None  # given for a single sandbox, left out in listings
 
 

@@ -28,6 +28,11 @@ TTL_S = (0.001, 366 * 86_400.0)
 BATCH = (1, 32_000)
 MAX_ENV_BYTES = 1 << 20
 MAX_LAYERS = 64
+VM_MEMORY_BYTES = (96 * MIB, 1 << 44)  # less does not boot
+VM_CPU = (0.01, 64.0)
+VM_DISK_BYTES = (16 * MIB, 1 << 44)
+SCREEN_PIXELS = ((320, 3840), (200, 2160))  # width, height
+PROFILES = ("linux-uefi", "linux-bios", "windows-11", "android-x86", "macos")
 
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9._/-]{0,126}[a-z0-9])?(?::[A-Za-z0-9._-]{1,64})?")
 _LAYER = re.compile(
@@ -35,6 +40,8 @@ _LAYER = re.compile(
 )
 _HOSTNAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
 _LABEL = re.compile(r"[A-Za-z0-9._/-]{1,64}")
+_SNAPSHOT = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,62})")
+_DISPLAY = re.compile(r"(\d{1,5})x(\d{1,5})")
 _USER = re.compile(r"(?:\d{1,10}|[a-z_][a-z0-9_.-]{0,31}\$?)(?::(?:\d{1,10}|[a-z_][a-z0-9_.-]{0,31}\$?))?")
 
 
@@ -72,14 +79,16 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ttl_idle_s: float | None = None  # seconds in which no command runs and nothing talks to the sandbox
 
     kind: ClassVar[str]
+    bounds: ClassVar[tuple[tuple[float, float], tuple[int, int], tuple[int, int]]] = (CPU, MEMORY_BYTES, DISK_BYTES)
 
     def limits(self) -> Limits:
         """The limits in base units. Raises InvalidRequest."""
+        cpu, memory, disk = self.bounds
         return Limits(
-            cpu=_number(self.cpu, "cpu", CPU),
+            cpu=_number(self.cpu, "cpu", cpu),
             cpu_weight=_integer(self.cpu_weight, "cpu_weight", CPU_WEIGHT),
-            memory_bytes=_size(self.memory, "memory", MEMORY_BYTES),
-            disk_bytes=_size(self.disk, "disk", DISK_BYTES),
+            memory_bytes=_size(self.memory, "memory", memory),
+            disk_bytes=_size(self.disk, "disk", disk),
             inodes=_integer(self.inodes, "inodes", INODES),
             pids=_integer(self.pids, "pids", PIDS),
             open_files=_integer(self.open_files, "open_files", OPEN_FILES),
@@ -122,7 +131,53 @@ class Container(Spec, frozen=True, kw_only=True, tag="container"):
     kind = "container"
 
 
-AnySpec = Container  # a union of the spec classes; it grows with the backends
+class Machine(Spec, frozen=True, kw_only=True):
+    """What the two kinds of machines share. They have as many virtual processors as `cpu` rounded up; `cpu` itself is what these get."""
+
+    hardware_virtualization: bool = False  # True: nothing but that will do; else it is used where the machine has it
+    snapshot: str = ""  # the name of one: the sandbox begins as what that kept; image, layers and sizes must be those that it was made of
+
+    bounds = (VM_CPU, VM_MEMORY_BYTES, VM_DISK_BYTES)
+
+    def check(self) -> Limits:
+        if self.snapshot:
+            check_snapshot_name(self.snapshot, "snapshot")
+        return super().check()
+
+
+class MicroVM(Machine, frozen=True, kw_only=True, tag="microvm"):
+    """A small machine with a kernel of its own, on the layers of an image as a container is."""
+
+    kind = "microvm"
+
+
+class VM(Machine, frozen=True, kw_only=True, tag="vm"):
+    """A whole machine: firmware, disks, a screen."""
+
+    memory: int | str = "2GiB"
+    disk: int | str = "8GiB"
+    profile: str = "linux-uefi"  # what kind of machine, see PROFILES
+    display: str = "1280x800"  # WIDTHxHEIGHT; "" = no screen
+
+    kind = "vm"
+
+    def check(self) -> Limits:
+        if self.profile not in PROFILES:
+            raise InvalidRequest(f"must be one of {', '.join(PROFILES)}; got {self.profile[:80]!r}", field="profile")
+        self.pixels()
+        return super().check()
+
+    def pixels(self) -> tuple[int, int] | None:
+        """Width and height of the screen; None: it has none. Raises InvalidRequest."""
+        if not self.display:
+            return None
+        match = _DISPLAY.fullmatch(self.display)
+        if match is None:
+            raise InvalidRequest(f"must look like 1280x800, or be empty for no screen; got {self.display[:80]!r}", field="display")
+        return check_pixels(int(match[1]), int(match[2]), ("display", "display"))
+
+
+AnySpec = Container | MicroVM | VM
 
 
 class CreateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -204,6 +259,20 @@ def check_user(value: str, field: str) -> str:
             if part.isdigit() and int(part) > 65_534:
                 raise InvalidRequest("numbers must be at most 65534", field=field)
     return value
+
+
+def check_snapshot_name(value: str, field: str) -> str:
+    """`value` if it can name a snapshot."""
+    _match(_SNAPSHOT, value, field, "must be 1 to 63 of a-z, 0-9 and, after the first, . _ -")
+    return value
+
+
+def check_pixels(width: int, height: int, fields: tuple[str, str]) -> tuple[int, int]:
+    """The two if a screen can be of this size. Raises InvalidRequest naming the field that is wrong."""
+    for value, bounds, field, word in zip((width, height), SCREEN_PIXELS, fields, ("width", "height"), strict=True):
+        if isinstance(value, bool) or not bounds[0] <= value <= bounds[1]:
+            raise InvalidRequest(f"the {word} must be from {bounds[0]} to {bounds[1]} pixels; got {value!r}", field=field)
+    return width, height
 
 
 def check_env(env: dict[str, str], field: str) -> None:
