@@ -100,7 +100,7 @@ def racing(jail: Jail, *pairs: str, flips: int = FLIPS) -> Iterator[Callable[[],
 
 
 def read(files: SandboxFiles, path: bytes) -> bytes:
-    fd = files.open_read(path)
+    fd = files.open_read(path).fileno()
     try:
         return b"".join(chunks(fd))
     finally:
@@ -424,7 +424,7 @@ def test_a_directory_with_too_many_entries(jail: Jail, monkeypatch: pytest.Monke
 def test_a_file_of_a_terabyte_is_read_in_pieces(jail: Jail) -> None:
     (jail.root / "sparse").touch()
     os.truncate(jail.root / "sparse", 10**12)
-    fd = jail.files.open_read(b"/sparse")
+    fd = jail.files.open_read(b"/sparse").fileno()
     pieces = chunks(fd)
     assert [len(next(pieces)) for _ in range(3)] == [1 << 20] * 3
     assert b"".join(chunks(fd, 10**12 - 5)) == bytes(5)

@@ -13,16 +13,15 @@ import pytest
 
 from opendsec.api.errors import Conflict, Denied, Internal, InvalidRequest, NotFound, OpenDSecError, QuotaExceeded, SandboxLost
 from opendsec.runtime.backend import FileAccess
-from opendsec.runtime.files.access import chunks
 from tests.boxes import Box, Node
 
 
 def read(files: FileAccess, path: bytes) -> bytes:
-    fd = files.open_read(path)
+    reader = files.open_read(path)
     try:
-        return b"".join(chunks(fd))
+        return reader.read(0, reader.size_bytes())
     finally:
-        os.close(fd)
+        reader.close()
 
 
 def write(files: FileAccess, path: bytes, data: bytes, *, user: str | None = None, append: bool = False, parents: bool = False) -> int:

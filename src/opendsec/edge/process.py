@@ -21,7 +21,6 @@ from opendsec.edge.capture import Output
 from opendsec.edge.outcome import Cause, Observed, Verdict, judge
 from opendsec.edge.streams import Reader, Writer
 from opendsec.edge.timing import Timer
-from opendsec.kernel import tty
 from opendsec.runtime.backend import Counters, Exit, Running
 
 if TYPE_CHECKING:
@@ -121,7 +120,7 @@ class Process:
         self._dying: Timer | None = None
         self.exit = Exit()
         self.verdict = Verdict("unknown", (), "")
-        self._terminal = False  # the first reader's descriptor is one
+        self._terminal: Running | None = None  # whose terminal the first reader's descriptor belongs to
         self._changed: set[asyncio.Future[None]] = set()  # who waits for output or the end
         self._done: set[asyncio.Future[None]] = set()  # who waits for the end
         self._pins = 0
@@ -138,7 +137,7 @@ class Process:
 
     def begin(self, running: Running, readers: tuple[Reader, ...], stdin: Writer | None) -> None:
         """It has started, or it could not."""
-        self._readers, self.stdin, self._terminal = readers, stdin, running.terminal is not None
+        self._readers, self.stdin, self._terminal = readers, stdin, None if running.terminal is None else running
         self.started(running)
         running.exited.add_done_callback(self._on_exit)
 
@@ -441,11 +440,11 @@ class Process:
 
     def resize(self, size: Pty) -> None:
         """Raises Conflict if it has no terminal."""
-        if not self._terminal:
+        if self._terminal is None:
             raise Conflict("the command has no terminal")
         if self.ended or not self._readers[0].open:
             raise Conflict("the command has ended")
-        tty.set_size(self._readers[0].fd, size.rows, size.cols)
+        self._terminal.resize(size.rows, size.cols)
 
 
 async def _wait(waiters: set[asyncio.Future[None]]) -> None:

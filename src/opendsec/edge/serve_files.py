@@ -23,7 +23,7 @@ from opendsec.edge.actions import Action, request_digest
 from opendsec.edge.box import Box
 from opendsec.edge.http import Disconnected, Handler, Lines, Raw, Request
 from opendsec.edge.node import Node
-from opendsec.runtime.backend import FileAccess, FileWriter
+from opendsec.runtime.backend import FileAccess, FileReader, FileWriter
 
 PIECE_BYTES = 1 << 20
 THREADS = 16
@@ -132,22 +132,22 @@ class FileRoutes:
         box, handle = self._node.running(request.params[0])
         files = handle.files
 
-        def begin() -> tuple[int, bytes, int | None]:
-            """The descriptor, the first piece, and how much there will be in all (None: read on to the end)."""
-            fd = files.open_read(path)
+        def begin() -> tuple[FileReader, bytes, int | None]:
+            """The file, the first piece, and how much there will be in all (None: read on to the end)."""
+            reader = files.open_read(path)
             try:
                 want = PIECE_BYTES if length is None else min(PIECE_BYTES, length)
-                first = _read_piece(fd, offset, want)
+                first = reader.read(offset, want)
                 if len(first) < want or len(first) == length:
-                    return fd, first, len(first)
-                left = os.fstat(fd).st_size - offset  # more than this, should it grow meanwhile, is not sent
+                    return reader, first, len(first)
+                left = reader.size_bytes() - offset  # more than this, should it grow meanwhile, is not sent
                 total = left if length is None else min(left, length)
-                return fd, first, total if total >= len(first) else None
+                return reader, first, total if total >= len(first) else None
             except BaseException:
-                os.close(fd)
+                reader.close()
                 raise
 
-        fd, first, total = await self._call(begin)
+        reader, first, total = await self._call(begin)
 
         async def pieces() -> AsyncGenerator[bytes, None]:
             with self._node.use(box):
@@ -156,7 +156,7 @@ class FileRoutes:
                 end = total if total is not None else length
                 while end is None or sent < end:
                     want = PIECE_BYTES if end is None else min(PIECE_BYTES, end - sent)
-                    piece = await self._call(partial(_read_piece, fd, offset + sent, want))
+                    piece = await self._call(partial(reader.read, offset + sent, want))
                     if not piece:
                         if total is not None:
                             raise Unavailable("the file became shorter while it was read")
@@ -164,7 +164,7 @@ class FileRoutes:
                     sent += len(piece)
                     yield piece
 
-        return Raw(pieces(), total, lambda: os.close(fd))
+        return Raw(pieces(), total, reader.close)
 
     async def write(self, request: Request) -> Written:
         path, mode, user = request.path("path"), request.integer("mode", MODES, base=8), _user(request)
@@ -303,15 +303,6 @@ class FileRoutes:
 
 def _user(request: Request) -> str | None:
     return check_user(request.text("user") or "", "user") or None
-
-
-def _read_piece(fd: int, offset: int, want: int) -> bytes:
-    """Up to `want` bytes, fewer only at the end of the file."""
-    parts, got = [], 0
-    while got < want and (part := os.pread(fd, want - got, offset + got)):
-        parts.append(part)
-        got += len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 async def _gather(chunks: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:

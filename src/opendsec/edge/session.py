@@ -28,14 +28,12 @@ from opendsec.edge.process import Process
 from opendsec.edge.processes import ProcessTable
 from opendsec.edge.streams import Reader, Writer
 from opendsec.edge.timing import Timer
-from opendsec.kernel.signals import signal_listed
 from opendsec.runtime.backend import Exit, Running
 
 READY_S = 30.0  # for a new shell to say that it is there
 ANSWER_S = 2.0  # for a shell to come back once the children of its command were killed
 AGAIN_S = 0.05  # between two rounds of killing in that time
 MUTE_S = 0.2  # from the end of a shell's answers to that of its reading
-ROUNDS = 20  # of killing after the shell's death, before earlier jobs go too: it is a fork bomb
 BETWEEN_BYTES = 64 << 10  # kept of each stream between commands
 
 
@@ -56,7 +54,6 @@ class Session:
         self._outputs: tuple[Reader, ...] = ()
         self._status: Reader | None = None
         self._commands: Writer | None = None
-        self._spared: frozenset[int] = frozenset()  # pids that were there before the command
         self._timer: Timer | None = None
         self._mute: Timer | None = None
         self._answer_by = 0.0
@@ -90,7 +87,7 @@ class Session:
         assert self.running is not None and self._commands is not None
         self.process = process
         self._number += 1
-        self._spared = frozenset(self.running.members())
+        self.running.mark()  # what is there now is spared
         for between, output in zip(self._between, (process.stdout, process.stderr), strict=True):
             kept = between.snapshot()
             output.write(memoryview(kept.head + kept.tail))
@@ -162,16 +159,12 @@ class Session:
 
     # --- Control: the processes of the command under way -----------------------------------------------------------
 
-    def _started(self) -> list[int]:
-        """Pids of what the command under way has started."""
-        assert self.running is not None
-        return [pid for pid in self.running.members() if pid not in self._spared]
-
     def signal(self, number: int, *, tree: bool = False) -> None:
         """To all that the command has started."""
-        if number == SIGKILL:
-            signal_listed(self._started, SIGSTOP)  # or a parent sees its child die, and goes on until it dies itself
-        signal_listed(self._started, number)
+        assert self.running is not None
+        if number == SIGKILL:  # first: or a parent sees its child die, and goes on until it dies itself
+            self.running.signal(SIGSTOP, tree=True, since_mark=True)
+        self.running.signal(number, tree=True, since_mark=True)
 
     def kill_tree(self) -> None:
         """What the command has started, now and again until the shell answers or its time is up."""
@@ -248,11 +241,7 @@ class Session:
     def _finish_off(self) -> None:
         """The command was to be killed, and no shell starts anything for it any more; its own processes may."""
         assert self.running is not None
-        for _ in range(ROUNDS):
-            if not self._started():
-                return
-            self.signal(SIGKILL)
-        self.running.kill_tree()
+        self.running.kill_since_mark()
 
     def _release(self) -> None:
         if self.running is not None and not self._released:

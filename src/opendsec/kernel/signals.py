@@ -4,12 +4,27 @@
 from __future__ import annotations
 
 import os
+import signal
 
 from opendsec.kernel import syscalls
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
+
+
+ROUNDS = 20  # of killing what may fork meanwhile
+
+
+def kill_listed(listing: Callable[[], Collection[int]]) -> bool:
+    """SIGKILL to every process that `listing` gives, again until it gives none; whether that was reached. Each round stops them first: or a
+    parent sees its child die, and goes on until it dies itself."""
+    for _ in range(ROUNDS):
+        if not listing():
+            return True
+        signal_listed(listing, signal.SIGSTOP)
+        signal_listed(listing, signal.SIGKILL)
+    return not listing()
 
 
 def signal_listed(listing: Callable[[], Iterable[int]], number: int) -> None:

@@ -142,27 +142,36 @@ class Running(Protocol):
 
     @property
     def pid(self) -> int:
-        """The host's id of its first process; 0 if it never started."""
+        """The host's id of its first process; 0 if it never started, or if the host does not know it (inside a virtual machine)."""
 
     @property
     def terminal(self) -> int | None:
-        """Descriptor of the terminal's controlling side, owned by the caller of `Handle.exec` from then on."""
+        """Descriptor of the terminal's controlling side, owned by the caller of `Handle.exec` from then on. Not always a terminal itself
+        (a virtual machine gives a socket), so its size is set by `resize`."""
 
     @property
     def exited(self) -> asyncio.Future[Exit]:
         """Done once the first process has ended, whatever its children do. Never cancelled by the backend."""
 
-    def signal(self, number: int, *, tree: bool = False) -> None:
-        """Send a signal to the first process or to all of its tree; nothing happens if it has ended."""
+    def signal(self, number: int, *, tree: bool = False, since_mark: bool = False) -> None:
+        """Send a signal to the first process or to all of its tree; with both flags to those of the tree that were not there at the last
+        `mark`. Nothing happens if there is nobody to get it."""
+
+    def mark(self) -> None:
+        """Remember which processes the tree has now. What the command is told afterwards, by its descriptors, comes after this."""
+
+    def kill_since_mark(self) -> None:
+        """SIGKILL to all that came since the last `mark`, again until nothing of it is left. What forks faster than that takes its whole
+        tree along."""
+
+    def resize(self, rows: int, columns: int) -> None:
+        """Set the size of its terminal, of which the caller still has the descriptor open."""
 
     def kill_tree(self) -> None:
         """SIGKILL the whole tree, with children that called setsid, double-forked or ignore signals."""
 
     def alive_children(self) -> bool:
         """Whether anything of the tree still runs."""
-
-    def members(self) -> tuple[int, ...]:
-        """Host pids of all living processes of the tree."""
 
     async def release(self) -> None:
         """Give back what the command held (its cgroup) once its tree is gone; while children live this only marks it for later."""
@@ -177,8 +186,8 @@ class FileAccess(Protocol):
 
     def stat(self, path: bytes, *, follow: bool = True) -> FileInfo: ...
     def list(self, path: bytes) -> Sequence[FileInfo]: ...
-    def open_read(self, path: bytes) -> int:
-        """A descriptor of a regular file, opened for reading; the caller closes it."""
+    def open_read(self, path: bytes) -> FileReader:
+        """A regular file, opened for reading; the caller closes it."""
 
     def open_write(
         self, path: bytes, *, mode: int | None, user: str | None, append: bool, parents: bool, default_user: str = ""
@@ -196,6 +205,18 @@ class FileAccess(Protocol):
         """Unpack a tar stream from `in_fd` beneath `path`; the bytes of file content written."""
 
     def open_watch(self, path: bytes) -> Watch: ...
+
+
+class FileReader(Protocol):
+    """A file being read, which may be changing."""
+
+    def size_bytes(self) -> int:
+        """Its size by now; 0 also for a file that does not know it (/proc)."""
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Up to `count` bytes from `offset` on; fewer only at the end of the file."""
+
+    def close(self) -> None: ...
 
 
 class FileWriter(Protocol):
@@ -233,27 +254,6 @@ class DiskSnapshot(Protocol):
         """Remove it; may be repeated."""
 
 
-class Handle(Protocol):
-    """A living sandbox."""
-
-    @property
-    def sandbox_id(self) -> str: ...
-    @property
-    def record(self) -> Record: ...
-    @property
-    def died(self) -> asyncio.Future[str]:
-        """Done with a reason once PID 1 of the sandbox is gone."""
-
-    @property
-    def files(self) -> FileAccess: ...
-    def alive(self) -> bool:
-        """Whether PID 1 still runs. False from the moment it begins to exit, which is before the kernel kills the rest of the sandbox and
-        long before `died` is done: so a command that was killed with its sandbox can be told from one that was killed alone."""
-
-    async def exec(
-        self, plan: ExecPlan, *, stdin: int | None, stdout: int | None, stderr: int | None, extra: Sequence[int] = ()
-    ) -> Running:
-        """Start a command. The descriptors become its 0, 1, 2 (None: /dev/null; all None with a terminal), those of `extra` its 3, 4, …;
 class Screen(Protocol):
     """What a machine shows, and its pointer and keyboard. Points are pixels from the upper left corner; all that waits raises SandboxLost,
     Unavailable."""
@@ -282,6 +282,27 @@ class Screen(Protocol):
         """A connection of one's own to the VNC server; the caller closes it."""
 
 
+class Handle(Protocol):
+    """A living sandbox."""
+
+    @property
+    def sandbox_id(self) -> str: ...
+    @property
+    def record(self) -> Record: ...
+    @property
+    def died(self) -> asyncio.Future[str]:
+        """Done with a reason once PID 1 of the sandbox is gone."""
+
+    @property
+    def files(self) -> FileAccess: ...
+    def alive(self) -> bool:
+        """Whether PID 1 still runs. False from the moment it begins to exit, which is before the kernel kills the rest of the sandbox and
+        long before `died` is done: so a command that was killed with its sandbox can be told from one that was killed alone."""
+
+    async def exec(
+        self, plan: ExecPlan, *, stdin: int | None, stdout: int | None, stderr: int | None, extra: Sequence[int] = ()
+    ) -> Running:
+        """Start a command. The descriptors become its 0, 1, 2 (None: /dev/null; all None with a terminal), those of `extra` its 3, 4, …;
         the caller keeps and closes its own copies. A command that cannot start is a Running whose `exited` says `not_started`.
         Raises SandboxLost, Unavailable. Cancelled, it kills what may have started."""
 
@@ -300,6 +321,19 @@ class Screen(Protocol):
     async def snapshot_disk(self) -> DiskSnapshot:
         """Copy what the sandbox has written, while it stands still; it runs again when this returns or raises. Not changes that the
         edge itself makes at that moment (file transfers): they are in it or not. Raises SandboxLost, Unavailable, Unsupported."""
+
+    async def pause(self) -> Record:
+        """Save its state and end its process; the record is for `Backend.resume`. Everything but what is stored is given back, `died` is
+        not done, and the handle can only be destroyed or come back by `resume`; commands go on then, if it is in the same edge process.
+        Raises Unsupported, SandboxLost, Unavailable (then it runs on)."""
+
+    async def snapshot(self, snapshot_id: str, *, memory: bool) -> SnapshotRecord:
+        """Keep what it is now, its disk or its disk and memory. It stands still for a moment, and runs again when this returns or raises.
+        Raises Unsupported, SandboxLost, Unavailable."""
+
+    @property
+    def screen(self) -> Screen | None:
+        """None: it has none."""
 
     async def destroy(self) -> None:
         """Kill everything and release everything; may be repeated."""
@@ -322,22 +356,17 @@ class Backend(Protocol):
         """A handle on a sandbox that an earlier edge process made. Raises SandboxLost if it is gone.
 
         The commands in `cut` were under way when that edge died: nobody can hear them any more, so they are ended, whole trees, and so
-    async def pause(self) -> Record:
-        """Save its state and end its process; the record is for `Backend.resume`. Everything but what is stored is given back, `died` is
-        not done, and the handle can only be destroyed or come back by `resume`; commands go on then, if it is in the same edge process.
-        Raises Unsupported, SandboxLost, Unavailable (then it runs on)."""
-
-    async def snapshot(self, snapshot_id: str, *, memory: bool) -> SnapshotRecord:
-        """Keep what it is now, its disk or its disk and memory. It stands still for a moment, and runs again when this returns or raises.
-        Raises Unsupported, SandboxLost, Unavailable."""
-
-    @property
-    def screen(self) -> Screen | None:
-        """None: it has none."""
-
         are the shells of sessions. What commands that had ended left running lives on. A sandbox whose edge died while it paused it may
         be found paused: then it is resumed.
         """
+
+    async def resume(self, record: Record, *, cut: Collection[str] = ()) -> Handle:
+        """A paused sandbox, running again: what was in its memory goes on. The same handle that was paused, if this process still has it;
+        else a new one, and then `cut` is as for `adopt`. Its record is another one than before. One that runs already, because an edge
+        died as it resumed it, is adopted. Raises SandboxLost, Unavailable (then it stays paused), Unsupported."""
+
+    async def remove_snapshot(self, record: SnapshotRecord) -> None:
+        """Forget a snapshot; may be repeated. What was made of it stays, and what that stands on is kept as long."""
 
     async def clear(self, sandbox_id: str, record: Record | None) -> None:
         """Remove whatever a half-made or dead sandbox left behind, a paused one as well; may be repeated."""
@@ -353,11 +382,3 @@ class Backend(Protocol):
 
     async def close(self) -> None:
         """Release what all sandboxes share; living sandboxes stay."""
-    async def resume(self, record: Record, *, cut: Collection[str] = ()) -> Handle:
-        """A paused sandbox, running again: what was in its memory goes on. The same handle that was paused, if this process still has it;
-        else a new one, and then `cut` is as for `adopt`. Its record is another one than before. One that runs already, because an edge
-        died as it resumed it, is adopted. Raises SandboxLost, Unavailable (then it stays paused), Unsupported."""
-
-    async def remove_snapshot(self, record: SnapshotRecord) -> None:
-        """Forget a snapshot; may be repeated. What was made of it stays, and what that stands on is kept as long."""
-

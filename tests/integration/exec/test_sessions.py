@@ -18,6 +18,7 @@ from opendsec.edge.session import AGAIN_S, ANSWER_S, BETWEEN_BYTES, READY_S
 from opendsec.edge.sessions import SessionTable
 from opendsec.kernel import procfs
 from opendsec.runtime.backend import Exit
+from opendsec.testing.fakes.local_handle import LocalRunning
 from tests.integration.exec.bench import Bench, collect, data_of, eventually, small_bench
 
 
@@ -70,8 +71,9 @@ class Shell:
             return False
 
     def members(self) -> set[int]:
-        assert self.session.running is not None
-        return set(self.session.running.members())
+        running = self.session.running
+        assert isinstance(running, LocalRunning)
+        return set(running.members())
 
 
 @pytest.fixture

@@ -253,17 +253,23 @@ class NotStarted:
         self.exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
         self.exited.set_result(Exit(not_started=message))
 
-    def signal(self, number: int, *, tree: bool = False) -> None:
+    def signal(self, number: int, *, tree: bool = False, since_mark: bool = False) -> None:
         """There is nothing to signal."""
+
+    def mark(self) -> None:
+        """There is nothing to remember."""
+
+    def kill_since_mark(self) -> None:
+        """There is nothing to kill."""
+
+    def resize(self, rows: int, columns: int) -> None:
+        """There is no terminal."""
 
     def kill_tree(self) -> None:
         """There is nothing to kill."""
 
     def alive_children(self) -> bool:
         return False
-
-    def members(self) -> tuple[int, ...]:
-        return ()
 
     async def release(self) -> None:
         """There is nothing to release."""
@@ -287,6 +293,7 @@ class ContainerRunning:
         self._handle = handle
         self._group = group
         self._pidfd: int | None = pidfd
+        self._marked: frozenset[int] = frozenset()  # pids
         exited.add_done_callback(lambda _: self._close())
 
     def _close(self) -> None:
@@ -294,14 +301,28 @@ class ContainerRunning:
             os.close(self._pidfd)
             self._pidfd = None
 
-    def signal(self, number: int, *, tree: bool = False) -> None:
+    def signal(self, number: int, *, tree: bool = False, since_mark: bool = False) -> None:
         if tree:
-            signal_listed(self.members, number)
+            signal_listed(self._since_mark if since_mark else self.members, number)
         elif self._pidfd is not None:
             try:
                 syscalls.pidfd_send_signal(self._pidfd, number)
             except ProcessLookupError:
                 pass  # it has ended, its exit is on the way
+
+    def mark(self) -> None:
+        self._marked = frozenset(self.members())
+
+    def _since_mark(self) -> list[int]:
+        return [pid for pid in self.members() if pid not in self._marked]
+
+    def kill_since_mark(self) -> None:
+        if not kill_listed(self._since_mark):
+            self.kill_tree()
+
+    def resize(self, rows: int, columns: int) -> None:
+        if self.terminal is not None:
+            tty.set_size(self.terminal, rows, columns)
 
     def kill_tree(self) -> None:
         try:
@@ -316,6 +337,7 @@ class ContainerRunning:
             return False
 
     def members(self) -> tuple[int, ...]:
+        """Host pids of all living processes of the tree."""
         try:
             return tuple(self._group.procs())
         except OSError:

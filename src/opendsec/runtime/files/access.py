@@ -68,13 +68,13 @@ class SandboxFiles:
                 found.append(tree.describe(name, st, read_link(name, directory) if stat.S_ISLNK(st.st_mode) else None))
         return sorted(found, key=lambda info: info.raw_name)
 
-    def open_read(self, path: bytes) -> int:
-        """A descriptor of a regular file, opened for reading; the caller closes it. `chunks` reads from it.
+    def open_read(self, path: bytes) -> OpenFile:
+        """A regular file, opened for reading; the caller closes it. `chunks` reads from its descriptor.
 
         Files of /proc are opened with the bare rights of the sandbox's root, without any capability.
         """
         with self._tree(path) as tree, closing(tree.open(path)) as fd:
-            return tree.open_regular(fd, path)
+            return OpenFile(path, tree.open_regular(fd, path))
 
     def open_watch(self, path: bytes) -> Watch:
         """Raises Unavailable when the machine's limit of watches is reached, Denied outside the sandbox's own file systems."""
@@ -219,6 +219,32 @@ class SandboxFiles:
                 self.check_alive()
 
         return check
+
+
+class OpenFile:
+    """Implements `backend.FileReader`."""
+
+    def __init__(self, path: bytes, fd: int) -> None:
+        self._path, self._fd = path, fd
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def size_bytes(self) -> int:
+        return os.fstat(self._fd).st_size
+
+    def read(self, offset: int, count: int) -> bytes:
+        parts, got = [], 0
+        with translated(self._path):
+            while got < count and (part := os.pread(self._fd, count - got, offset + got)):
+                parts.append(part)
+                got += len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def chunks(fd: int, offset: int = 0, length: int | None = None) -> Iterator[bytes]:

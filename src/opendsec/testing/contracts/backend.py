@@ -317,7 +317,7 @@ async def what_cannot_start_says_why(setup: Setup) -> None:
             running = await handle.exec(wanted, stdin=None, stdout=None, stderr=None)
             ended = await running.exited
             assert ended.not_started and ended.code is None and ended.signal is None
-            assert not running.alive_children() and running.members() == ()
+            assert not running.alive_children()
             running.kill_tree()
             await running.release()
         assert (await output(handle, "echo", "well"))[0] == b"well\n"
@@ -346,15 +346,55 @@ async def a_tree_dies_whole(setup: Setup) -> None:
     async with setup.box() as handle, started(handle, plan("sh", "-c", text)) as command:
         assert await command.read() == b"ready\n"
         running = command.running
-        while len(running.members()) < 4:
+        while handle.processes() < 4:
             await asyncio.sleep(0)
-        assert running.alive_children() and handle.processes() >= 4
+        assert running.alive_children()
         running.signal(signal.SIGTERM, tree=True)
         running.kill_tree()
         assert (await command.end()).signal == signal.SIGKILL
         while running.alive_children():
             await asyncio.sleep(0)
-        assert running.members() == ()
+        while handle.processes():
+            await asyncio.sleep(0)
+
+
+@check
+async def what_came_after_the_mark_is_signalled_apart(setup: Setup) -> None:
+    """As a session does it: its shell and earlier jobs are spared."""
+    text = "sleep 1000 & echo ready; read x; (setsid sleep 1000 &); sleep 1000 & echo $!; wait $!; echo $?; read x"
+    given, give = os.pipe2(os.O_CLOEXEC)
+    out, into = os.pipe2(os.O_CLOEXEC)
+    async with setup.box() as handle:
+        running = await handle.exec(plan("sh", "-c", text), stdin=given, stdout=into, stderr=into)
+        os.close(given)
+        os.close(into)
+        try:
+            assert await asyncio.to_thread(os.read, out, 100) == b"ready\n"
+            running.mark()
+            running.signal(signal.SIGKILL, tree=True, since_mark=True)
+            os.write(give, b"\n")
+            assert int(await asyncio.to_thread(os.read, out, 100)) > 0
+            while handle.processes() < 4:
+                await asyncio.sleep(0)
+            running.signal(signal.SIGTERM, tree=True, since_mark=True)
+            said = b""
+            while not said.endswith(b"143\n"):  # some shells say what ended it, too
+                said += await asyncio.to_thread(os.read, out, 100)
+            while handle.processes() > 2:
+                await asyncio.sleep(0)
+            running.kill_since_mark()
+            assert handle.processes() == 2 and not running.exited.done()
+            running.mark()
+            running.kill_since_mark()
+            os.write(give, b"\n")
+            assert (await running.exited).code == 0
+            assert running.alive_children()  # the job from before
+        finally:
+            os.close(give)
+            os.close(out)
+            running.kill_tree()
+            await running.exited
+            await running.release()
 
 
 @check
@@ -375,12 +415,20 @@ async def many_commands_run_at_once(setup: Setup) -> None:
 async def a_terminal_is_one(setup: Setup) -> None:
     async with setup.box() as handle:
         running = await handle.exec(
-            plan("sh", "-c", "tty >/dev/null && stty size </dev/tty", pty=Pty(rows=11, cols=22)), stdin=None, stdout=None, stderr=None
+            plan("sh", "-c", "tty >/dev/null && stty size </dev/tty; read x; stty size", pty=Pty(rows=11, cols=22)),
+            stdin=None,
+            stdout=None,
+            stderr=None,
         )
         terminal = running.terminal
         assert terminal is not None
         try:
             assert await asyncio.to_thread(os.read, terminal, 100) == b"11 22\r\n"
+            running.resize(33, 44)
+            os.write(terminal, b"\n")
+            text = b""
+            while b"33 44" not in text:
+                text += await asyncio.to_thread(os.read, terminal, 100)
             assert (await running.exited).code == 0
         finally:
             os.close(terminal)
@@ -466,25 +514,6 @@ async def a_disk_snapshot_is_a_copy_and_the_sandbox_goes_on(setup: Setup) -> Non
         assert (await output(handle, "cat", "file"))[0] == b"after\n"
 
 
-# --- files -------------------------------------------------------------------------------------------------------------------
-
-
-@check
-async def files_and_commands_see_the_same(setup: Setup) -> None:
-    async with setup.box() as handle:
-        writer = await asyncio.to_thread(
-            lambda: handle.files.open_write(b"/tmp/from-outside", mode=0o640, user=None, append=False, parents=False)
-        )
-        await asyncio.to_thread(writer.write, b"hello\n")
-        assert await asyncio.to_thread(writer.commit) == 6
-        assert (await output(handle, "sh", "-c", "cat from-outside; echo bye >from-inside"))[0] == b"hello\n"
-        fd = await asyncio.to_thread(handle.files.open_read, b"/tmp/from-inside")
-        try:
-            assert os.read(fd, 100) == b"bye\n"
-        finally:
-            os.close(fd)
-        info = await asyncio.to_thread(lambda: handle.files.stat(b"/tmp/from-outside"))
-        assert (info.mode, info.uid, info.size_bytes) == (0o640, 0, 6)
 # --- saved and brought back --------------------------------------------------------------------------------------------------
 
 
@@ -619,3 +648,24 @@ async def many_cycles_lose_nothing(setup: Setup) -> None:
         assert setup.backend.snapshots() == [] or not set(setup.backend.snapshots()) & {one.snapshot_id for one in taken}
 
 
+# --- files -------------------------------------------------------------------------------------------------------------------
+
+
+@check
+async def files_and_commands_see_the_same(setup: Setup) -> None:
+    async with setup.box() as handle:
+        writer = await asyncio.to_thread(
+            lambda: handle.files.open_write(b"/tmp/from-outside", mode=0o640, user=None, append=False, parents=False)
+        )
+        await asyncio.to_thread(writer.write, b"hello\n")
+        assert await asyncio.to_thread(writer.commit) == 6
+        assert (await output(handle, "sh", "-c", "cat from-outside; echo bye >from-inside"))[0] == b"hello\n"
+        reader = await asyncio.to_thread(handle.files.open_read, b"/tmp/from-inside")
+        try:
+            assert await asyncio.to_thread(reader.read, 0, 100) == b"bye\n"
+            assert await asyncio.to_thread(reader.read, 1, 2) == b"ye"
+            assert await asyncio.to_thread(reader.size_bytes) == 4
+        finally:
+            await asyncio.to_thread(reader.close)
+        info = await asyncio.to_thread(lambda: handle.files.stat(b"/tmp/from-outside"))
+        assert (info.mode, info.uid, info.size_bytes) == (0o640, 0, 6)

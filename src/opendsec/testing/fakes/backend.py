@@ -19,7 +19,7 @@ import termios
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from opendsec.api.errors import Internal, OpenDSecError, SandboxLost
+from opendsec.api.errors import Internal, OpenDSecError, SandboxLost, Unsupported
 from opendsec.api.ids import SESSION
 from opendsec.api.sandboxes import Capability, Usage
 from opendsec.kernel import procfs
@@ -117,6 +117,7 @@ class FakeRunning:
         self._loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[Exit] = self._loop.create_future()
         self._pidfd = os.pidfd_open(child.pid)
+        self._marked: frozenset[int] = frozenset()
         self._loop.add_reader(self._pidfd, self._reap)
         sandbox.running.add(self)
 
@@ -136,15 +137,25 @@ class FakeRunning:
             )
         )
 
-    def signal(self, number: int, *, tree: bool = False) -> None:
+    def signal(self, number: int, *, tree: bool = False, since_mark: bool = False) -> None:
         if tree:
-            for pid in self.members():
-                try:
-                    os.kill(pid, number)
-                except ProcessLookupError:
-                    continue
+            signal_listed(self._since_mark if since_mark else self.members, number)
         elif self._pidfd >= 0:
             signals.pidfd_send_signal(self._pidfd, number)
+
+    def mark(self) -> None:
+        self._marked = frozenset(self.members())
+
+    def _since_mark(self) -> list[int]:
+        return [pid for pid in self.members() if pid not in self._marked]
+
+    def kill_since_mark(self) -> None:
+        if not kill_listed(self._since_mark):
+            self.kill_tree()
+
+    def resize(self, rows: int, columns: int) -> None:
+        if self.terminal is not None:
+            termios.tcsetwinsize(self.terminal, (rows, columns))
 
     def kill_tree(self) -> None:
         self._sandbox.kill_all(self.process_id)
@@ -168,13 +179,13 @@ class FakeNotStarted:
         self.exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
         self.exited.set_result(Exit(not_started=message))
 
-    def signal(self, number: int, *, tree: bool = False) -> None: ...
+    def signal(self, number: int, *, tree: bool = False, since_mark: bool = False) -> None: ...
+    def mark(self) -> None: ...
+    def kill_since_mark(self) -> None: ...
+    def resize(self, rows: int, columns: int) -> None: ...
     def kill_tree(self) -> None: ...
     def alive_children(self) -> bool:
         return False
-
-    def members(self) -> tuple[int, ...]:
-        return ()
 
     async def release(self) -> None: ...
 
@@ -299,6 +310,14 @@ class FakeHandle:
         finally:
             await self.thaw()
 
+    screen = None
+
+    async def pause(self) -> Record:
+        raise Unsupported("this fake cannot be paused")
+
+    async def snapshot(self, snapshot_id: str, *, memory: bool) -> SnapshotRecord:
+        raise Unsupported("this fake has no snapshots")
+
     async def destroy(self) -> None:
         if self.fail_destroy:
             self.fail_destroy -= 1
@@ -310,14 +329,6 @@ class FakeHandle:
 
 
 class FakeDiskSnapshot:
-    screen = None
-
-    async def pause(self) -> Record:
-        raise Unsupported("this fake cannot be paused")
-
-    async def snapshot(self, snapshot_id: str, *, memory: bool) -> SnapshotRecord:
-        raise Unsupported("this fake has no snapshots")
-
     """A copy."""
 
     uid_base, frozen_ms = 0, 1.0
@@ -402,6 +413,15 @@ class FakeBackend:
         handle = self.handles[record.sandbox_id] = FakeHandle(sandbox)
         return handle
 
+    async def resume(self, record: Record, *, cut: Collection[str] = ()) -> Handle:
+        raise Unsupported("this fake cannot be paused")
+
+    async def remove_snapshot(self, record: SnapshotRecord) -> None:
+        raise Unsupported("this fake has no snapshots")
+
+    def snapshots(self) -> Sequence[str]:
+        return ()
+
     async def clear(self, sandbox_id: str, record: Record | None) -> None:
         sandbox = self.machine.sandboxes.get(sandbox_id)
         if sandbox is not None and sandbox.alive:
@@ -412,15 +432,6 @@ class FakeBackend:
 
     def leftovers(self) -> Sequence[str]:
         return list(self.machine.sandboxes)
-
-    async def resume(self, record: Record, *, cut: Collection[str] = ()) -> Handle:
-        raise Unsupported("this fake cannot be paused")
-
-    async def remove_snapshot(self, record: SnapshotRecord) -> None:
-        raise Unsupported("this fake has no snapshots")
-
-    def snapshots(self) -> Sequence[str]:
-        return ()
 
     async def unmount_unused(self) -> int:
         self.tidied += 1

@@ -213,6 +213,7 @@ class LocalRunning:
         self._loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[Exit] = self._loop.create_future()
         self.released = False
+        self._marked: frozenset[int] = frozenset()
         if pid:
             self._loop.add_reader(pidfd, self._reap)
 
@@ -232,15 +233,25 @@ class LocalRunning:
             )
         )
 
-    def signal(self, number: int, *, tree: bool = False) -> None:
+    def signal(self, number: int, *, tree: bool = False, since_mark: bool = False) -> None:
         if tree:
-            for pid in self.members():
-                try:
-                    os.kill(pid, number)
-                except ProcessLookupError:
-                    continue
+            signal_listed(self._since_mark if since_mark else self.members, number)
         elif self.pid and not self.exited.done():
             syscalls.pidfd_send_signal(self._pidfd, number)
+
+    def mark(self) -> None:
+        self._marked = frozenset(self.members())
+
+    def _since_mark(self) -> list[int]:
+        return [pid for pid in self.members() if pid not in self._marked]
+
+    def kill_since_mark(self) -> None:
+        if not kill_listed(self._since_mark):
+            self.kill_tree()
+
+    def resize(self, rows: int, columns: int) -> None:
+        if self.terminal is not None:
+            tty.set_size(self.terminal, rows, columns)
 
     def kill_tree(self) -> None:
         try:
