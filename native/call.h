@@ -32,7 +32,7 @@ static int make_stdin(const u8 *data, u64 len)
 /* Have the interpreter fork into the envelope. */
 static void dispatch(int *stdio, int value_fd, const u8 *payload, u32 len)
 {
-	struct dispatch head = { value_fd >= 0 ? HAS_VALUE : 0, len, call.job.cpu_us, call.job.value_bytes };
+	struct dispatch head = { value_fd >= 0 ? HAS_VALUE : 0, len, call.job.cpu_us, call.job.value_bytes, { key[0], key[1] } };
 	struct iov iov[2] = { { &head, sizeof(head) }, { payload, len } };
 	int fds[MAX_PASSED], n = 4, body = -1;
 	int pidfd = (int)SYS2(pidfd_open, env.pid, 0);

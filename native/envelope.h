@@ -601,13 +601,7 @@ static __attribute__((noreturn)) void envelope(int sock, u64 disk_bytes, const u
 	/* The interpreter must be able to join our namespaces, which the kernel lets only those do who may look into us. */
 	SYS5(prctl, PR_SET_DUMPABLE, 1, 0, 0, 0);
 	SYS5(prctl, PR_SET_NAME, "call", 0, 0, 0);
-	/* Where memory runs out something of the call is killed, whatever holds the memory: the largest of its processes, and when they all
-	 * are small then we, and its files go with us. Never the supervisor or its interpreter, so nothing in here may take that back: /proc
-	 * is read-only. */
-	if ((error = be_first_victim()) < 0)
-		setup_step = "the choice of a victim";
-	else
-		error = setup_root(disk_bytes, 1);
+	error = setup_root(disk_bytes, 1);
 	report.what = 'R';
 	report.error = (i32)-error;
 	if (error)
@@ -691,7 +685,6 @@ static __attribute__((noreturn)) void envelope(int sock, u64 disk_bytes, const u
 			quit(0);
 		break;
 	}
-end:
 	/* A fork that races with this sees the signal pending and fails. */
 	SYS2(kill, -1, SIGKILL);
 	i32 status;
@@ -700,6 +693,7 @@ end:
 			struct report last = { .what = 'E', .pid = program, .status = status };
 			say(sock, &last);
 		}
+end: /* what is left ends with us */;
 	struct {
 		long type, bsize;
 		u64 blocks, bfree, bavail, files, ffree;

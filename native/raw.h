@@ -115,6 +115,12 @@ struct passed {
 	int fds[MAX_PASSED];
 };
 
+#ifdef __x86_64__
+#define ARCH 0xC000003E
+#else
+#define ARCH 0xC00000B7
+#endif
+
 /* What a member's supervisor tells its interpreter of a call (`dispatch` of call.h, forkin.c); then the call's text, if it is short.
  * Descriptors: the envelope's process 1, three for input and output, the value's page, the text. */
 enum { HAS_VALUE = 1, HAS_BODY = 2 };
@@ -122,6 +128,7 @@ enum { HAS_VALUE = 1, HAS_BODY = 2 };
 struct dispatch {
 	u32 flags, len;
 	u64 cpu_us, value_bytes;
+	u64 key[2]; /* see `lock_setns` of calld.c */
 };
 
 /* The compiler may call these by itself. */

@@ -272,6 +272,14 @@ print(len(found))
 """
 
 
+def test_no_call_may_join_namespaces(member: Calls) -> None:
+    """The filter refuses it: the kernel would complain of the descriptor."""
+    number = 308 if os.uname().machine == "x86_64" else 268
+    source = f"import ctypes\nc = ctypes.CDLL(None, use_errno=True)\nprint([(c.syscall({number}, -1, 0, key, key), ctypes.get_errno()) for key in (0, -1, 1)])"
+    assert member.says(source) == "[(-1, 1), (-1, 1), (-1, 1)]\n"
+    assert member.exec("python3", "-c", source).stdout == b"[(-1, 1), (-1, 1), (-1, 1)]\n"
+
+
 BELOW = """
 import ctypes, os
 c = ctypes.CDLL(None, use_errno=True)

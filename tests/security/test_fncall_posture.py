@@ -130,7 +130,7 @@ def test_the_interpreter(member: Calls) -> None:
     """Under the same filter but for setns, without capabilities; not dumpable; outside the calls' user, pid and mount namespaces."""
     pid = next(pid for pid in member.member.group.procs() if procfs.stat(pid).comm == b"python3")
     got = found(member, pid)
-    assert got.capabilities == NOTHING and got.no_new_privileges and got.seccomp_filters == 1
+    assert got.capabilities == NOTHING and got.no_new_privileges and got.seccomp_filters == 2
     assert got.descriptors == {0: "pipe", 1: "pipe", 2: "pipe", 3: "socket"}
     assert os.stat(procfs.path_of(pid, "environ")).st_uid == member.plan.uid_base  # not the user's own: it cannot be dumped
     assert got.oom_score_adj == 0

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 
-BUFFER, HEAD = 128 << 10, 24  # as in forkin.c
+BUFFER, HEAD = 128 << 10, 40  # as in forkin.c
 POOL = 16384  # of CPython's allocator since 3.10, with a head of 48 bytes
 
 
