@@ -2,7 +2,7 @@
 """Build hook: compiles the programs in native/ with the system C compiler into the package.
 
 Each native/<name>.c becomes src/opendsec/_native/dsec-<name>, one static program without libc, but for those in SHARED, which
-become dsec-<name>.so, a library that needs none. The hook runs for wheels and for editable installs alike, so a checkout and an
+become dsec-<name>.so, a library that needs none, and those in WITH_LIBC, which are linked with it statically. The hook runs for wheels and for editable installs alike, so a checkout and an
 installed package find the programs at the same place.
 It can be run by hand, too: ``python hatch_build.py`` rebuilds the programs and nothing else.
 """
@@ -31,6 +31,9 @@ ONE_PAGE = "-Wl,-n"  # of a program without data: its file is mapped as one page
 WITHOUT_DATA = ("init",)
 SHARED = ("forkin",)
 SHARED_FLAGS = "-shared -fPIC -fvisibility=hidden"
+WITH_LIBC = ("guestd",)  # one a machine, not one a sandbox: size matters less there
+LIBC_FLAGS = "-std=gnu11 -O2 -Wall -Wextra -Werror -Wno-unused-function -fno-pie -ffunction-sections"
+LIBC_LINK = "-static -no-pie -Wl,--build-id=none -Wl,-z,noexecstack -Wl,--gc-sections -Wl,-s"
 
 
 def build_native(root: Path) -> list[Path]:
@@ -43,15 +46,17 @@ def build_native(root: Path) -> list[Path]:
         shared = source.stem in SHARED
         target = out_dir / f"dsec-{source.stem}{'.so' if shared else ''}"
         partial = target.with_suffix(".partial")
-        flags = CFLAGS.split()
-        if os.uname().machine != "x86_64":
+        flags = (LIBC_FLAGS if source.stem in WITH_LIBC else CFLAGS).split()
+        if os.uname().machine != "x86_64" and "-fcf-protection=none" in flags:
             flags.remove("-fcf-protection=none")  # an x86 flag that other back ends refuse
         if shared:
             flags = [flag for flag in flags if flag != "-fno-pie"]
             link = [*SHARED_FLAGS.split(), *(flag for flag in LDFLAGS.split() if flag not in ("-static", "-no-pie"))]
+        elif source.stem in WITH_LIBC:
+            link = LIBC_LINK.split()
         else:
             link = [*LDFLAGS.split(), *([ONE_PAGE] if source.stem in WITHOUT_DATA else [])]
-        if os.uname().machine == "x86_64":
+        if os.uname().machine == "x86_64" and source.stem not in WITH_LIBC:
             flags.append("-mno-red-zone")
         subprocess.run([*compiler, *flags, str(source), *link, "-o", str(partial)], check=True)
         partial.chmod(0o755)
