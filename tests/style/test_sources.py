@@ -25,7 +25,7 @@ THIRD_PARTY = {
     "policy": set(),
     "api": {"msgspec"},
     "images": {"msgspec", "obstore", "zstandard"},
-    "runtime": {"msgspec"},
+    "runtime": {"msgspec", "qemu"},
     "observe": {"msgspec", "structlog"},
     "edge": {"msgspec", "uvicorn", "uvloop", "httptools", "structlog"},
     "client": {"msgspec", "httpx", "typer", "click", "rich"},

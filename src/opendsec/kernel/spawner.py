@@ -10,9 +10,9 @@ Messages are single datagrams on a SOCK_SEQPACKET socket, marshalled dicts with 
 (a socketpair, no address), and both run the same interpreter, so `marshal` is safe, needs no import and carries bytes as they are.
 A plan too large for a datagram comes as a memfd, announced by {"memfd": True}.
 
-    edge → spawner   {"id": N, "op": "setup"|"profile"|"layer"|"unlayer"|"create"|"member"|"exec"|"ping", …}
+    edge → spawner   {"id": N, "op": "setup"|"profile"|"layer"|"unlayer"|"create"|"member"|"machine"|"exec"|"ping", …}
     spawner → edge   {"id": N, "ok": True, …} or {"id": N, "error": (step, errno, text)}
-                     {"exit": pid, "status": wait status, "cpu_us": N, "max_rss_kib": N}     after the ok of an exec, exactly once
+                     {"exit": pid, "status": wait status, "cpu_us": N, "max_rss_kib": N}     after the ok of an exec or machine, once
 
 `setup` comes first, and once. `create` answers when PID 1 has settled, `exec` when the command has been executed. Neither blocks the loop
 in between, so the children's halves overlap. Whatever is wrong with a plan comes back as an error; nothing a plan says can end this
@@ -30,7 +30,7 @@ import select
 import signal
 import socket
 
-from opendsec.kernel import abi, cgroups, enter, mounts, namespaces, procfs, syscalls
+from opendsec.kernel import abi, cgroups, enter, machine, mounts, namespaces, procfs, syscalls
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -169,6 +169,10 @@ class Spawner:
         """As `create`, but what becomes PID 1 is the supervisor of function calls, which makes root file systems itself, one a call.
         `fds`: its end of the edge's channel."""
         self.create(request, plan, [], enter.enter_member, fds[0], self.calld)
+
+    def do_machine(self, request: int, plan: Message, fds: list[int]) -> None:
+        """A virtual machine monitor. Like a command it is reaped and reported; like a sandbox it lives on without us."""
+        machine.start(self, request, plan, fds)
 
     def create(self, request: int, plan: Message, fds: list[int], body: Any, *given: Any) -> None:
         layers = [self.layers[digest] for digest in plan["layers"]]

@@ -21,6 +21,7 @@ QEMU = "/usr/bin/qemu-system-x86_64"
 # The command line's numbers of what is always there; those of sockets are listening ones, so that a later edge can connect again.
 QMP_FD, CHANNEL_FD, AGENT_FD, SERIAL_FD = 3, 4, 5, 6
 FIRST_FD = 7
+SERIAL_SET, KVM_SET = 998, 999
 
 SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
 TB_MIB = 64
@@ -46,7 +47,7 @@ class Inside:
     writable: bool = False
 
 
-def descriptors(machine: Machine) -> tuple[Opened, ...]:
+def descriptors(machine: Machine, accel: Accel) -> tuple[Opened, ...]:
     """Files that are open when QEMU starts. A writable image is open twice, since QEMU opens it anew for reading only once another lies
     on it."""
     found: list[Opened] = []
@@ -57,6 +58,8 @@ def descriptors(machine: Machine) -> tuple[Opened, ...]:
                 found.append(Opened(fd, image.path, writable, number))
                 fd += 1
             number += 1
+    if accel == "kvm":
+        found.append(Opened(fd, "/dev/kvm", True, KVM_SET))
     return tuple(found)
 
 
@@ -95,7 +98,7 @@ def arguments(machine: Machine, accel: Accel, *, confined: bool = True) -> list[
         QEMU,
         *("-name", machine.name),
         *("-machine", _board(machine)),
-        *("-accel", f"tcg,thread=multi,tb-size={TB_MIB}" if accel == "tcg" else "kvm"),
+        *("-accel", f"tcg,thread=multi,tb-size={TB_MIB}" if accel == "tcg" else f"kvm,device=/dev/fdset/{KVM_SET}"),
         *("-cpu", cpu_model(machine, accel)),
         *("-smp", str(machine.cpus)),
         *("-m", f"{mib}M"),
@@ -111,10 +114,18 @@ def arguments(machine: Machine, accel: Accel, *, confined: bool = True) -> list[
         words += ["-sandbox", SANDBOX]
     if machine.uuid:
         words += ["-uuid", machine.uuid]
+    words += [word for file in descriptors(machine, accel) for word in ("-add-fd", f"fd={file.fd},set={file.set}")]
     words += ["-object", _memory(machine, mib)]
     words += _boot(machine)
     words += ["-chardev", f"socket,id=qmp,fd={QMP_FD},server=on,wait=off", "-mon", "chardev=qmp,mode=control"]
-    words += ["-add-fd", f"fd={SERIAL_FD},set=999", "-chardev", "file,id=serial,path=/dev/fdset/999", "-serial", "chardev:serial"]
+    words += [
+        "-add-fd",
+        f"fd={SERIAL_FD},set={SERIAL_SET}",
+        "-chardev",
+        f"file,id=serial,path=/dev/fdset/{SERIAL_SET},append=on",
+        "-serial",
+        "chardev:serial",
+    ]
     words += _devices(machine)
     if machine.incoming:
         words += ["-incoming", "defer"]
@@ -225,27 +236,37 @@ def node_name(disk_id: str, depth: int) -> str:
     return disk_id if depth == 0 else f"{disk_id}.{depth}"
 
 
-def block_node(disk: Disk, depth: int, filename: str, *, node: str = "", backing: str = "") -> str:
-    """A block node as JSON, for the command line or (decoded) `blockdev-add`.
+def block_node(disk: Disk, depth: int, filename: str) -> str:
+    """A block node as JSON, for the command line.
 
     Flushes of the guest go no further than the page cache: a sandbox's disk does not outlive a crash of the host anyway, and everything
     that reads the file on this host, a snapshot too, reads through that cache. Files others use as well are not locked.
     """
     chain = list(disk.images())
     read_only = disk.read_only or depth > 0
-    protocol: dict[str, object] = {"driver": "file", "filename": filename, "locking": "off", "aio": "threads"}
+    options = _node(node_name(disk.id, depth), chain[depth].format, filename, read_only=read_only)
+    if chain[depth].format == "qcow2":
+        # Never by the name that the file holds.
+        options["backing"] = node_name(disk.id, depth + 1) if depth + 1 < len(chain) else None
+    return _json(**options)
+
+
+def overlay_node(node: str, filename: str) -> dict[str, object]:
+    """An empty qcow2 file that is to be laid upon a living disk, for `blockdev-add`."""
+    return _node(node, "qcow2", filename, read_only=False) | {"backing": None}
+
+
+def _node(node: str, format: str, filename: str, *, read_only: bool) -> dict[str, object]:
     options: dict[str, object] = {
-        "driver": chain[depth].format,
-        "node-name": node or node_name(disk.id, depth),
+        "driver": format,
+        "node-name": node,
         "read-only": read_only,
         "cache": {"direct": False, "no-flush": True},
+        "file": {"driver": "file", "filename": filename, "locking": "off", "aio": "threads"},
     }
     if not read_only:
         options["discard"] = "unmap"
-    if chain[depth].format == "qcow2":
-        # Never by the name that the file holds.
-        options["backing"] = backing or (node_name(disk.id, depth + 1) if depth + 1 < len(chain) else None)
-    return _json(**options, file=protocol)
+    return options
 
 
 def _display(display: Display) -> list[str]:

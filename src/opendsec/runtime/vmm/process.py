@@ -1,0 +1,608 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One living QEMU: started by the spawner, driven by QMP, known by its pidfd.
+
+It outlives the edge and the spawner. What the next edge needs lies in its directory (`<run_dir>/vm/<name>/`): `qmp` and `guest`, sockets
+that QEMU listens at, and `errors` and `serial`, two FIFOs that it writes to. Those never fill anything up: what nobody reads stays in
+the pipe's buffer, what does not fit is lost, and a guest that floods its serial port costs nothing but itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import stat
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+from weakref import WeakSet
+
+import msgspec
+
+from opendsec.api.errors import Internal, SandboxLost, Unavailable, Unsupported
+from opendsec.kernel import cgroups, procfs, syscalls
+from opendsec.kernel.fds import reopen
+from opendsec.runtime.backend import Exit
+from opendsec.runtime.spawn import Message, Spawner, SpawnError, close_all
+from opendsec.runtime.vmm import arguments, memory, profile
+from opendsec.runtime.vmm.arguments import Accel
+from opendsec.runtime.vmm.console import Tail
+from opendsec.runtime.vmm.machine import Machine
+from opendsec.runtime.vmm.qmp import CALL_TIMEOUT_S, Qmp, QmpError, QmpGone, short_path
+
+QMP_SOCKET, CHANNEL_SOCKET, AGENT_SOCKET = "qmp", "guest", "agent"
+ERRORS_FIFO, SERIAL_FIFO = "errors", "serial"
+LOAD_TIMEOUT_S = 60.0
+DIE_TIMEOUT_S = 10.0
+MAX_SCREEN_BYTES = 64 << 20
+MAPPED_RAM = b"/ram"
+
+SHUTDOWN_REASONS = {
+    "guest-reset": "the guest reset the machine",
+    "guest-shutdown": "the guest shut the machine down",
+    "guest-panic": "the guest's kernel panicked",
+    "host-signal": "QEMU was told to end by a signal",
+    "host-qmp-quit": "QEMU was told to end",
+    "host-error": "QEMU met an error",
+}
+
+
+T = TypeVar("T")
+_profiled: WeakSet[Spawner] = WeakSet()
+"""Spawners that have our filter."""
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a QEMU is to run: what the host gives it."""
+
+    name: str
+    directory: str  # of its sockets: `<run_dir>/vm/<name>`, made by `start`, removed by `kill`
+    group: str  # its control group, relative to the hierarchies' roots
+    limits: Mapping[str, float | int]  # of the group, by the names of `kernel.cgroups`; memory is the guest's and `overhead_bytes`
+    uid: int  # of the host; nobody else's
+    root: str  # what it has for a root directory: `programs.prepare`
+    staging: str  # an existing directory to mount at, in its own namespace
+
+
+class VmmRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What the journal keeps of a running one."""
+
+    place: Place
+    pid: int
+    start_time: int
+    boot_id: str
+    accel: str
+    memory_bytes: int
+    channel: bool = True
+    ram: str = ""
+    ram_shared: bool = False
+
+
+def overhead_bytes(machine: Machine) -> int:
+    """Memory that QEMU needs besides the guest's: itself, translated code, block caches, the screen's buffers."""
+    return (96 << 20) + (8 << 20) * machine.cpus + ((64 << 20) if machine.display else 0)
+
+
+def group_limits(machine: Machine, *, cpu: float, cpu_weight: int | None = None) -> dict[str, float | int]:
+    """Limits of the control group for a machine that may use `cpu` cores."""
+    limits: dict[str, float | int] = {
+        "memory_bytes": machine.memory_bytes + overhead_bytes(machine),
+        "cpu_cores": cpu,
+        "pids": machine.cpus + 80,  # virtual CPUs, and at most 64 threads for disks
+    }
+    if cpu_weight is not None:
+        limits["cpu_weight"] = cpu_weight
+    return limits
+
+
+class Vmm:
+    """A running QEMU. Methods raise SandboxLost once it is dead, Internal when it refuses what we ask."""
+
+    def __init__(self, record: VmmRecord, pidfd: int, ended: asyncio.Future[Exit] | None) -> None:
+        self.record = record
+        self.pidfd = pidfd
+        self._loop = asyncio.get_running_loop()
+        self.died: asyncio.Future[str] = self._loop.create_future()
+        """Done once the process is gone, with what is known of the reason."""
+        self.listeners: list[Callable[[str, Mapping[str, object]], None]] = []
+        """Called with each QMP event: name, data."""
+        self._qmp: Qmp | None = None
+        self._ended = ended
+        self._telling: asyncio.Future[None] | None = None
+        self._killed = False
+        self._reason = ""
+        self._loaded, self._load_failure = asyncio.Event(), ""
+        self._sending = asyncio.Lock()  # a descriptor goes with the command that is sent next
+        self._errors = Tail(Path(record.place.directory) / ERRORS_FIFO)
+        self._serial = Tail(Path(record.place.directory) / SERIAL_FIFO)
+        self._loop.add_reader(pidfd, self._on_death)
+
+    @property
+    def pid(self) -> int:
+        return self.record.pid
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.record.place.directory)
+
+    # --- beginning and end -----------------------------------------------------------------------------------------
+
+    @classmethod
+    async def start(
+        cls, spawner: Spawner, machine: Machine, place: Place, *, accel: Accel, taps: Sequence[int] = (), tpm: int | None = None
+    ) -> Vmm:
+        """Start QEMU and wait until it answers. `taps`, `tpm`: descriptors the caller keeps and closes. On failure nothing is left.
+
+        Files named in the machine are prepared for its uid: what it writes by name is given to it, what it reads by name is made readable.
+        """
+        directory = Path(place.directory)
+        directory.mkdir(mode=0o700, parents=True)
+        held: list[int] = []
+        vmm = None
+        try:
+            plan, given = prepare(machine, place, accel, taps, tpm, held)
+            try:
+                if spawner not in _profiled:
+                    await spawner.call("profile", {"name": profile.NAME, "program": profile.program()})
+                    _profiled.add(spawner)
+                answer = await spawner.call("machine", plan, given)
+            finally:
+                close_all(held)
+                held.clear()
+            (pidfd,) = answer.fds
+            try:
+                record = VmmRecord(
+                    place=place,
+                    pid=answer.pid,
+                    start_time=procfs.pid_start_time(answer.pid),
+                    boot_id=procfs.boot_id(),
+                    accel=accel,
+                    memory_bytes=machine.memory_bytes,
+                    ram=machine.ram.path,
+                    ram_shared=machine.ram.shared,
+                )
+                vmm = cls(record, pidfd, answer.exited)
+            except BaseException:
+                syscalls.pidfd_send_signal(pidfd, signal.SIGKILL)
+                os.close(pidfd)
+                raise
+            await vmm._connect()
+            return vmm
+        except BaseException as error:
+            await asyncio.shield(cls._undo(vmm, spawner, place, cancelled=isinstance(error, asyncio.CancelledError)))
+            if isinstance(error, SpawnError):
+                raise Internal(f"cannot start QEMU: {error}", data={"step": error.step, "errno": error.errno}) from error
+            if isinstance(error, FileNotFoundError | ProcessLookupError):
+                raise SandboxLost("QEMU died while it was started") from error
+            raise
+
+    @classmethod
+    async def adopt(cls, record: VmmRecord) -> Vmm:
+        """One that an earlier edge started. Raises SandboxLost if it is gone or does not answer."""
+        if record.boot_id != procfs.boot_id():
+            raise SandboxLost("the machine was restarted")
+        try:
+            pidfd = syscalls.pidfd_open(record.pid)
+        except ProcessLookupError:
+            raise SandboxLost("QEMU is gone") from None
+        vmm = None
+        try:
+            if procfs.is_exiting(record.pid, record.start_time):
+                raise SandboxLost("QEMU is gone")
+            vmm = cls(record, pidfd, None)
+            await vmm._connect()
+            return vmm
+        except BaseException as error:
+            if vmm is None:
+                os.close(pidfd)
+            else:
+                await vmm.let_go()
+            if isinstance(error, OSError):
+                raise SandboxLost(f"QEMU cannot be reached: {error}") from error
+            raise
+
+    def alive(self) -> bool:
+        return not procfs.is_exiting(self.record.pid, self.record.start_time)
+
+    async def kill(self) -> None:
+        """End it and remove its group, sockets and directory; may be repeated."""
+        self._killed = True
+        if self.pidfd >= 0 and not self.died.done():
+            try:
+                syscalls.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        await remove(self.record.place)
+        if not self.died.done() and self.pidfd >= 0:
+            await asyncio.wait([self.died], timeout=DIE_TIMEOUT_S)
+        await self.let_go()
+
+    async def let_go(self) -> None:
+        """Close what this edge holds of it; it runs on."""
+        if self.pidfd >= 0:
+            if not self.died.done():
+                self._loop.remove_reader(self.pidfd)
+            os.close(self.pidfd)
+            self.pidfd = -1
+        for tail in (self._errors, self._serial):
+            tail.close()
+        if self._telling is not None and not self._telling.done():
+            self._telling.cancel()
+        if self._qmp is not None:
+            await self._qmp.close()
+
+    # --- running -----------------------------------------------------------------------------------------------------
+
+    async def stop(self) -> None:
+        """All virtual CPUs stand still and disks are flushed when this returns; may be repeated."""
+        await self.call("stop")
+
+    async def cont(self) -> None:
+        await self.call("cont")
+
+    async def status(self) -> str:
+        """QEMU's own word: running, paused, inmigrate, shutdown, internal-error, …"""
+        answer = await self.call("query-status")
+        return str(answer["status"]) if isinstance(answer, dict) else ""
+
+    async def save_devices(self, path: Path) -> None:
+        """Write the state of CPUs and devices, without memory, to a new file. The machine has to be stopped."""
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            number, name = await self.add_fd(fd)
+            try:
+                # Written for Xen, which has its own way with memory, and just what is wanted: everything but memory.
+                await self.call("xen-save-devices-state", filename=name, live=False)
+            finally:
+                await self.remove_fd(number)
+            if not os.fstat(fd).st_size:
+                raise Internal("QEMU wrote no device state")
+        except BaseException:
+            os.unlink(path)
+            raise
+        finally:
+            os.close(fd)
+
+    async def load(self, path: Path) -> None:
+        """Take the state in `path`; the machine was started with `incoming`. It stands still until `cont`."""
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            number, name = await self.add_fd(fd)
+        finally:
+            os.close(fd)
+        try:
+            await self.call("migrate-set-capabilities", capabilities=[{"capability": "events", "state": True}])
+            await self.execute("migrate-incoming", {"channels": [migration_channel(name)], "exit-on-error": False})
+            async with asyncio.timeout(LOAD_TIMEOUT_S):
+                await self._or_death(self._loaded.wait())
+        except TimeoutError:
+            raise Internal(f"QEMU did not take the device state within {LOAD_TIMEOUT_S:g} s") from None
+        if self._load_failure:
+            answer = await self.call("query-migrate")
+            detail = answer.get("error-desc", "") if isinstance(answer, dict) else ""
+            raise Internal(f"QEMU refused the device state: {detail or self._errors.text()[-300:]}".rstrip())
+        await self.remove_fd(number)
+
+    async def dump_memory(self, to: Path) -> int:
+        """Write the guest's memory to a new file; the machine has to be stopped. Of memory that lies privately on a base, what differs
+        is written over a copy of the base (which shares its blocks, where the file system can). Bytes written besides the base's."""
+        if not self.record.ram:
+            raise Unsupported("this machine's memory lies on no file")
+        base, private = Path(self.record.ram), not self.record.ram_shared
+        try:
+            return await asyncio.to_thread(memory.dump, self.pid, MAPPED_RAM, base, to, private=private)
+        except (ProcessLookupError, FileNotFoundError) as error:
+            if self.alive():
+                raise
+            raise SandboxLost("QEMU died while its memory was read") from error
+
+    async def add_fd(self, fd: int, *, number: int | None = None) -> tuple[int, str]:
+        """Give QEMU another open file: (number of the set, the name to use it by). The caller closes its own."""
+        arguments = {} if number is None else {"fdset-id": number}
+        async with self._sending:
+            self.qmp.send_fd(fd)
+            answer = await self.execute("add-fd", arguments)
+        if not isinstance(answer, dict) or not isinstance(answer.get("fdset-id"), int):
+            raise Internal(f"QEMU answers add-fd with {answer!r}")
+        return answer["fdset-id"], f"/dev/fdset/{answer['fdset-id']}"
+
+    async def remove_fd(self, number: int) -> None:
+        """Close the open files of a set; one that QEMU uses stays open as long."""
+        await self.call("remove-fd", fdset_id=number)
+
+    async def push_overlay(self, node: str, path: Path, new_node: str) -> None:
+        """From now on the disk whose top node is `node` writes to the empty qcow2 file at `path`, as node `new_node`; the image
+        beneath is as it was at this moment, and never changes again. The machine should be stopped."""
+        number, name = None, ""
+        for flags in (os.O_RDWR, os.O_RDONLY):  # the latter for when another lies upon this one
+            fd = os.open(path, flags | os.O_CLOEXEC)
+            try:
+                number, name = await self.add_fd(fd, number=number)
+            finally:
+                os.close(fd)
+        options = arguments.overlay_node(new_node, name)
+        await self.execute("blockdev-add", options)
+        await self.call("blockdev-snapshot", node=node, overlay=new_node)
+
+    # --- ways in -----------------------------------------------------------------------------------------------------
+
+    async def channel(self) -> socket.socket:
+        """A connection to the guest's port. QEMU serves one at a time: close the last one first."""
+        return await self._dial(CHANNEL_SOCKET)
+
+    async def agent(self) -> socket.socket:
+        """The same for the port of the QEMU guest agent."""
+        return await self._dial(AGENT_SOCKET)
+
+    async def vnc(self) -> socket.socket:
+        """A connection that speaks RFB, already authorised."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                async with self._sending:
+                    self.qmp.send_fd(theirs.fileno())
+                    await self.call("getfd", fdname="viewer")
+                    await self.call("add_client", protocol="vnc", fdname="viewer", skipauth=True)
+        except BaseException:
+            ours.close()
+            raise
+        ours.setblocking(False)
+        return ours
+
+    async def screendump(self) -> bytes:
+        """The screen as PNG."""
+        fd = os.memfd_create("screen", os.MFD_CLOEXEC)
+        try:
+            # QEMU wants a descriptor for writing only.
+            writing = reopen(fd, os.O_WRONLY)
+            try:
+                number, name = await self.add_fd(writing)
+            finally:
+                os.close(writing)
+            try:
+                await self.call("screendump", filename=name, format="png")
+            finally:
+                await self.remove_fd(number)
+            size = os.fstat(fd).st_size
+            if size > MAX_SCREEN_BYTES:
+                raise Internal(f"a screen of {size} bytes")
+            return os.pread(fd, size, 0)
+        finally:
+            os.close(fd)
+
+    def console(self) -> str:
+        """The last of what the guest wrote to its serial port since this edge knows it."""
+        return self._serial.text()
+
+    @property
+    def said(self) -> asyncio.Event:
+        """Set whenever the guest writes to its serial port; whoever waits clears it."""
+        return self._serial.heard
+
+    def errors(self) -> str:
+        """The last of what QEMU itself complained of."""
+        return self._errors.text()
+
+    # --- control -----------------------------------------------------------------------------------------------------
+
+    @property
+    def qmp(self) -> Qmp:
+        if self._qmp is None:
+            raise SandboxLost("QEMU is not connected")
+        return self._qmp
+
+    async def call(self, command: str, *, timeout_s: float = CALL_TIMEOUT_S, **arguments: object) -> object:
+        """A QMP command; see `Qmp.call`. Raises SandboxLost if QEMU is dead or silent, Internal if it refuses."""
+        return await self.execute(command, {name.replace("_", "-"): value for name, value in arguments.items()}, timeout_s=timeout_s)
+
+    async def execute(self, command: str, arguments: Mapping[str, object], *, timeout_s: float = CALL_TIMEOUT_S) -> object:
+        """As `call`, with the names as they are."""
+        try:
+            return await self.qmp.execute(command, arguments, timeout_s=timeout_s)
+        except QmpGone as error:
+            if self.alive():
+                raise Unavailable(f"QEMU does not answer: {error}") from error
+            await asyncio.wait([self.died], timeout=DIE_TIMEOUT_S)
+            raise SandboxLost(self.died.result() if self.died.done() else "QEMU ended") from error
+        except QmpError as error:
+            raise Internal(f"QEMU refuses {error}") from error
+
+    async def _connect(self) -> None:
+        try:
+            self._qmp = await self._or_death(Qmp.connect(self.directory / QMP_SOCKET, self._on_event))
+        except SandboxLost as error:
+            raise Internal(f"QEMU did not start: {error.message}") from None
+        except QmpGone as error:
+            if not self.alive():
+                await asyncio.wait([self.died], timeout=DIE_TIMEOUT_S)
+                raise Internal(f"QEMU did not start: {self.died.result() if self.died.done() else error}") from error
+            raise Unavailable(f"QEMU does not answer: {error}") from error
+
+    async def _or_death(self, waiting: Coroutine[object, object, T]) -> T:
+        """Its result. Raises SandboxLost if QEMU dies first."""
+        task = asyncio.ensure_future(waiting)
+        try:
+            await asyncio.wait((task, self.died), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise SandboxLost(self.died.result())
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def _dial(self, name: str) -> socket.socket:
+        dialled = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        directory = -1
+        try:
+            dialled.setblocking(False)
+            directory = os.open(self.directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            await self._loop.sock_connect(dialled, short_path(directory, self.directory / name))
+            return dialled
+        except BaseException as error:
+            dialled.close()
+            if isinstance(error, OSError):
+                raise SandboxLost("QEMU cannot be reached") from error
+            raise
+        finally:
+            if directory >= 0:
+                os.close(directory)
+
+    # --- what happens to it ------------------------------------------------------------------------------------------
+
+    def _on_event(self, name: str, data: Mapping[str, object]) -> None:
+        if name == "SHUTDOWN":
+            self._reason = SHUTDOWN_REASONS.get(str(data.get("reason")), f"the machine shut down ({data.get('reason')})")
+        elif name == "GUEST_PANICKED":
+            self._reason = "the guest's kernel panicked"
+        elif name == "MIGRATION":
+            status = str(data.get("status"))
+            if status in ("completed", "failed"):
+                self._load_failure = "" if status == "completed" else status
+                self._loaded.set()
+        for listener in self.listeners:
+            listener(name, data)
+
+    def _on_death(self) -> None:
+        self._loop.remove_reader(self.pidfd)
+        self._telling = asyncio.ensure_future(self._tell())
+
+    async def _tell(self) -> None:
+        """Find out why it died, as far as can be known, and say so."""
+        exit = None
+        if self._ended is not None:
+            await asyncio.wait([self._ended], timeout=1.0)  # the spawner's word may come a little later than the pidfd's
+            exit = self._ended.result() if self._ended.done() else None
+        oom = False
+        try:
+            oom = group_of(self.record.place).events().oom_kills > 0
+        except OSError:
+            pass  # it was removed already
+        if not self.died.done():
+            self.died.set_result(diagnosis(exit, reason=self._reason, killed=self._killed, oom=oom, errors=self._errors.text()))
+
+    @classmethod
+    async def _undo(cls, vmm: Vmm | None, spawner: Spawner, place: Place, *, cancelled: bool) -> None:
+        if cancelled:
+            await spawner.settle()  # else it could be made after we have cleared up
+        if vmm is not None:
+            await vmm.kill()
+        else:
+            await remove(place)
+
+
+def diagnosis(exit: Exit | None, *, reason: str, killed: bool, oom: bool, errors: str) -> str:
+    """Why QEMU ended, in one line."""
+    if killed:
+        return "the machine was ended"
+    if oom:
+        what = "QEMU was killed: its memory limit was reached"
+    elif exit is not None and exit.signal == signal.SIGSYS:
+        what = "QEMU was killed for a system call that its filter forbids"
+    elif exit is not None and exit.signal is not None:
+        what = f"QEMU was killed by signal {exit.signal}"
+    elif reason:
+        what = reason
+    elif exit is not None and exit.code is not None:
+        what = f"QEMU ended with {exit.code}"
+    else:
+        what = "QEMU ended"
+    last = [line for line in errors.strip().splitlines() if line][-3:]
+    return f"{what}: {' / '.join(last)[-500:]}" if last else what
+
+
+def group_of(place: Place) -> cgroups.Group:
+    return cgroups.discover().group(place.group)
+
+
+async def remove(place: Place) -> None:
+    """Everything of a machine that is dead or is to die: processes, group, directory. May be repeated."""
+    try:
+        await asyncio.to_thread(group_of(place).remove)
+    except TimeoutError as error:
+        raise Unavailable(f"{place.name} does not die: {error}") from error
+    finally:
+        await asyncio.to_thread(shutil.rmtree, place.directory, ignore_errors=True)
+
+
+def prepare(
+    machine: Machine, place: Place, accel: Accel, taps: Sequence[int], tpm: int | None, held: list[int]
+) -> tuple[Message, list[int]]:
+    """What `kernel.machine.start` takes, and the descriptors to send along, which are left in `held` as well."""
+    if len(taps) != len(machine.nics) or (tpm is None) == machine.tpm:
+        raise ValueError("a tap for each network card, and a TPM if there is to be one")
+    words = arguments.arguments(machine, accel)
+    directory = Path(place.directory)
+    numbers, given = [], []
+
+    def give(number: int, fd: int) -> None:
+        numbers.append(number)
+        given.append(fd)
+
+    sockets = [(arguments.QMP_FD, QMP_SOCKET)]
+    if machine.channel:
+        sockets.append((arguments.CHANNEL_FD, CHANNEL_SOCKET))
+    if machine.agent:
+        sockets.append((arguments.AGENT_FD, AGENT_SOCKET))
+    for number, name in sockets:
+        held.append(listening(directory, name))
+        give(number, held[-1])
+    for name in (ERRORS_FIFO, SERIAL_FIFO):
+        os.mkfifo(directory / name, 0o600)
+        # For both directions: so nobody needs to listen for it to be written to.
+        held.append(os.open(directory / name, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
+    errors, serial = held[-2:]
+    held.append(os.open(directory / SERIAL_FIFO, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+    for number, fd in ((0, serial), (1, errors), (2, errors), (arguments.SERIAL_FD, held[-1])):
+        give(number, fd)
+    for index, tap in enumerate(taps):
+        give(arguments.nic_fd(machine, index), tap)
+    if tpm is not None:
+        give(arguments.tpm_fd(machine), tpm)
+    for file in arguments.inside(machine):
+        admit(file, place.uid)
+    plan: Message = {
+        "group": place.group,
+        "limits": dict(place.limits),
+        "uid": place.uid,
+        "root": os.fsencode(place.root),
+        "staging": os.fsencode(place.staging),
+        "inside": [(os.fsencode(file.path), file.name.encode(), file.writable) for file in arguments.inside(machine)],
+        "open": [(file.fd, os.fsencode(file.path), file.writable) for file in arguments.descriptors(machine, accel)],
+        "given": numbers,
+        "argv": [os.fsencode(word) for word in words],
+        "env": {b"PATH": b"/usr/bin", b"TMPDIR": b"/tmp"},
+        "rlimits": profile.rlimits(),
+        "profile": profile.NAME,
+        "hostname": b"machine",
+    }
+    return plan, given
+
+
+def listening(directory: Path, name: str) -> int:
+    """A descriptor of a new socket that is listened at."""
+    at = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.bind(short_path(at, directory / name))
+            os.chmod(directory / name, 0o600)
+            sock.listen(4)
+            return sock.detach()
+    finally:
+        os.close(at)
+
+
+def admit(file: arguments.Inside, uid: int) -> None:
+    """Let QEMU's user open a file by name. Nobody else gets at it through that: no name of the host's leads there for them."""
+    facts = os.stat(file.path)
+    if file.writable:
+        if facts.st_uid != uid:
+            os.chown(file.path, uid, uid)
+    elif facts.st_mode & 0o444 != 0o444:
+        os.chmod(file.path, stat.S_IMODE(facts.st_mode) | 0o444)
+
+
+def migration_channel(name: str) -> dict[str, object]:
+    return {"channel-type": "main", "addr": {"transport": "file", "filename": name, "offset": 0}}

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a machine monitor has for a root directory: a copy of QEMU with its libraries and firmware, and nothing else.
+
+A copy, so that an upgrade of the package under living machines changes nothing for them: a template's clones need the very QEMU that made
+it. Its name is a digest of its content, which is also the QEMU part of a template's key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from opendsec.api.errors import Unsupported
+from opendsec.runtime.vmm.arguments import QEMU
+
+FORMAT = 1
+FOLDERS = ("dev", "tmp")
+PLACES = ("ram", "kernel", "initrd", "firmware", "variables")
+"""Names that a machine's own files get."""
+
+FIRMWARE = ("/usr/share/qemu", "/usr/share/seabios", "/usr/share/vgabios", "/usr/lib/ipxe/qemu")
+FIRMWARE_SUFFIXES = (".bin", ".rom", ".img")
+MODULES = ("hw-display-virtio-gpu.so", "hw-display-virtio-gpu-pci.so", "hw-display-virtio-vga.so")
+OLDEST = (9, 0)
+
+
+@dataclass(frozen=True)
+class Programs:
+    """A prepared root directory."""
+
+    root: Path
+    digest: str
+    version: str
+
+
+def version_of(qemu: str = QEMU) -> str:
+    """QEMU's version, such as "10.0.2". Raises Unsupported if there is none, or one that is too old."""
+    try:
+        said = subprocess.run([qemu, "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise Unsupported(f"there is no QEMU here: {error}") from None
+    found = re.search(r"version (\d+)\.(\d+)\.(\d+)", said)
+    if not found:
+        raise Unsupported(f"QEMU of an unknown version: {said[:80]!r}")
+    if (int(found[1]), int(found[2])) < OLDEST:
+        raise Unsupported(f"QEMU {found[0][8:]} is older than {OLDEST[0]}.{OLDEST[1]}")
+    return found[0][8:]
+
+
+def sources(qemu: str = QEMU) -> dict[str, Path]:
+    """Every file to copy: its name in the root directory (the one the host has) → the file with its links resolved."""
+    wanted = {qemu}
+    modules = [path for folder in Path("/usr/lib").glob("*/qemu") for path in sorted(folder.iterdir()) if path.name in MODULES]
+    for program in (qemu, *map(str, modules)):
+        wanted |= {program, *libraries(program)}
+    for folder in map(Path, FIRMWARE):
+        if folder.is_dir():
+            wanted |= {str(path) for path in sorted(folder.iterdir()) if path.suffix in FIRMWARE_SUFFIXES and path.is_file()}
+    return {plain(name): Path(name).resolve() for name in sorted(wanted)}
+
+
+def plain(name: str) -> str:
+    """/lib/x → /usr/lib/x, where the one is a link to the other."""
+    first = "/" + name.split("/", 2)[1]
+    return "/usr" + name if os.path.islink(first) and name.startswith(("/lib", "/bin", "/sbin")) else name
+
+
+def libraries(program: str) -> list[str]:
+    said = subprocess.run(["ldd", program], capture_output=True, text=True, timeout=30, check=True).stdout
+    return re.findall(r"(?:=> |^\s+)(/\S+) \(0x", said, re.MULTILINE)
+
+
+def prepare(parent: Path, qemu: str = QEMU) -> Programs:
+    """The root directory beneath `parent`, made if it is not there. Blocking; some 0.1 s, or a second where it has to be made."""
+    version = version_of(qemu)
+    files = sources(qemu)
+    digest = digest_of(files, version)
+    root = parent / digest
+    if not (root / "complete").exists():
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        making = Path(tempfile.mkdtemp(prefix=".making-", dir=parent))
+        try:
+            fill(making, files)
+            try:
+                making.rename(root)
+            except OSError:  # somebody else was quicker
+                if not (root / "complete").exists():
+                    raise
+        finally:
+            shutil.rmtree(making, ignore_errors=True)
+    return Programs(root, digest, version)
+
+
+def digest_of(files: dict[str, Path], version: str) -> str:
+    """Of names, sizes and times, not of 60 MB of content: a package manager that replaces a file changes them."""
+    state = hashlib.sha256(f"{FORMAT} {version}\n".encode())
+    for name, path in files.items():
+        facts = path.stat()
+        state.update(f"{name} {facts.st_size} {facts.st_mtime_ns}\n".encode())
+    return state.hexdigest()[:32]
+
+
+def fill(root: Path, files: dict[str, Path]) -> None:
+    for name, path in files.items():
+        target = root / name.lstrip("/")
+        target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+        target.chmod(0o555 if os.access(path, os.X_OK) else 0o444)
+    for name in ("lib", "lib64", "bin"):
+        if os.path.islink(f"/{name}") and (root / "usr" / name).is_dir() and not (root / name).exists():
+            (root / name).symlink_to(f"usr/{name}")
+    # The program itself may be executed but not read: then the kernel lets nobody of its own user look into the process.
+    (root / QEMU.lstrip("/")).chmod(0o111)
+    for name in FOLDERS:
+        (root / name).mkdir(mode=0o755, exist_ok=True)
+    for name in PLACES:
+        (root / name).touch(mode=0o444)
+    (root / "complete").touch(mode=0o444)
+    for folder, folders, _ in os.walk(root):
+        for name in folders:
+            if not os.path.islink(os.path.join(folder, name)):
+                os.chmod(os.path.join(folder, name), 0o755)
+    root.chmod(0o755)
