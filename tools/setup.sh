@@ -13,7 +13,10 @@ declare -A PACKAGES=(
     [git]=git [mkfs.ext4]=e2fsprogs # repositories and a file system that runs full, for tests
     # OCI images: registries are spoken to by skopeo; umoci and a registry of our own are for tests alone.
     [skopeo]=skopeo [umoci]=umoci [docker-registry]=docker-registry
+    # Virtual machines. The guests' kernel comes as a Debian package, which is packed by these.
+    [qemu-system-x86_64]=qemu-system-x86 [qemu-img]=qemu-utils [xz]=xz-utils [zstd]=zstd
 )
+QEMU_OLDEST=1:9 # before it, clones could write to the file that is the memory of all of them
 PATH="$PATH:/usr/sbin:/sbin"
 
 find_python() {
@@ -46,12 +49,46 @@ apt_install() {
     [ "$(id -u)" = 0 ] || sudo=sudo
     echo "setup: installing $*"
     $sudo env DEBIAN_FRONTEND=noninteractive apt-get -qq update
-    $sudo env DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends "$@" >/dev/null
+    local package qemu=() others=() suite=""
+    for package in "$@"; do
+        case $package in qemu-*) qemu+=("$package") ;; *) others+=("$package") ;; esac
+    done
+    local install="$sudo env DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends"
+    [ ${#others[@]} = 0 ] || $install "${others[@]}" >/dev/null
+    if [ ${#qemu[@]} != 0 ]; then
+        qemu_suite "$sudo"
+        $install ${suite:+-t "$suite"} "${qemu[@]}" >/dev/null
+    fi
+}
+
+# Debian 12 has a QEMU that is new enough in its backports, which are added from wherever this machine has the rest. Nothing else is
+# taken from there: apt prefers the other suites unless it is told. Sets $suite where it is needed.
+qemu_suite() {
+    local sudo=$1 list=/etc/apt/sources.list.d/opendsec-backports.sources codename site keys text
+    if dpkg --compare-versions "$(apt-cache policy qemu-system-x86 | sed -n 's/^ *Candidate: //p')" ge $QEMU_OLDEST; then
+        return
+    fi
+    codename=$(. /etc/os-release && echo "$VERSION_CODENAME")
+    suite=$codename-backports
+    if ! apt-get indextargets --format '$(CODENAME)' 'Created-By: Packages' | grep -qx "$suite"; then
+        site=$(apt-get indextargets --format '$(CODENAME) $(COMPONENT) $(REPO_URI)' 'Created-By: Packages' |
+            awk -v codename="$codename" '$1 == codename && $2 == "main" { print $3; exit }')
+        [ -n "$site" ] || { echo "setup: apt has no source of $codename, so there is no newer QEMU to be had" >&2; exit 1; }
+        keys=/usr/share/keyrings/debian-archive-keyring.gpg
+        text="Types: deb"$'\n'"URIs: $site"$'\n'"Suites: $suite"$'\n'"Components: main"
+        [ ! -e $keys ] || text+=$'\n'"Signed-By: $keys"
+        echo "$text" | $sudo tee $list >/dev/null
+        $sudo apt-get -qq update
+    fi
 }
 
 # Debian's python3 comes without ensurepip; the package that has it is named after the minor version.
 if [ -n "${python:-}" ] && ! "$python" -c 'import venv, ensurepip' 2>/dev/null; then
     wanted+=("$("$python" -c 'import sys; print(f"python3.{sys.version_info[1]}-venv")')")
+fi
+if command -v qemu-system-x86_64 >/dev/null && dpkg-query -W qemu-system-x86 >/dev/null 2>&1 &&
+    dpkg --compare-versions "$(dpkg-query -W -f '${Version}' qemu-system-x86)" lt $QEMU_OLDEST; then
+    wanted+=(qemu-system-x86 qemu-utils)
 fi
 if [ ${#wanted[@]} != 0 ]; then
     # The registry's package would start a service that listens to everybody; the tests start one of their own.
