@@ -70,9 +70,9 @@ qemu_suite() {
     fi
     codename=$(. /etc/os-release && echo "$VERSION_CODENAME")
     suite=$codename-backports
-    if ! apt-get indextargets --format '$(CODENAME)' 'Created-By: Packages' | grep -qx "$suite"; then
+    if ! apt-get indextargets --format '$(CODENAME)' 'Created-By: Packages' | grep -x "$suite" >/dev/null; then
         site=$(apt-get indextargets --format '$(CODENAME) $(COMPONENT) $(REPO_URI)' 'Created-By: Packages' |
-            awk -v codename="$codename" '$1 == codename && $2 == "main" { print $3; exit }')
+            awk -v codename="$codename" '$1 == codename && $2 == "main" && !found++ { print $3 }')
         [ -n "$site" ] || { echo "setup: apt has no source of $codename, so there is no newer QEMU to be had" >&2; exit 1; }
         keys=/usr/share/keyrings/debian-archive-keyring.gpg
         text="Types: deb"$'\n'"URIs: $site"$'\n'"Suites: $suite"$'\n'"Components: main"
