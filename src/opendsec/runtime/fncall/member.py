@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 OVERHEAD_BYTES = 4 << 20  # of a call for the kernel's own: namespaces, mounts, page tables
 LINGERING_BYTES = 16 << 20  # a call that used more is waited for, until the kernel has taken it back
 LINGER_S, LINGER_STEP_S = 0.5, 0.002
+CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 
 
 class FnMember:
@@ -62,7 +63,7 @@ class FnMember:
             self._loop.remove_reader(self._number)  # `died` tells the rest
             return
         answer = self._answer
-        if answer is None or answer.done() or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        if answer is None or answer.done() or flags & CUT:
             close_all(fds)
             if answer is not None and not answer.done():
                 answer.set_exception(Internal("a member broke its protocol"))
