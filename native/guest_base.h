@@ -5,9 +5,6 @@
 #ifndef GUEST_BASE_H
 #define GUEST_BASE_H
 
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -57,11 +54,12 @@ static struct {
 	int null;
 	int is_init;
 	int chroots; /* commands are put into `root`: we are elsewhere */
+	int disk; /* the writable disk of the root, where there is one that can stand still; or -1 */
 	int port;
 	int port_is_socket;
 	int signals;
 	sigset_t no_signals;
-} guest = { .root = -1, .proc = -1, .group = -1, .null = -1, .port = -1, .signals = -1 };
+} guest = { .root = -1, .proc = -1, .group = -1, .null = -1, .disk = -1, .port = -1, .signals = -1 };
 
 /* To the console, or wherever our errors go. */
 static void say(const char *format, ...)

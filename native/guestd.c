@@ -9,14 +9,15 @@
  *     guest_user.h      paths inside, users                     guest_machine.h   identity, clock, usage, disks, the end
  *     guest_group.h     control groups                          guest_network.h   addresses, routes, name servers
  *     guest_launch.h    the child                               guest_boot.h      process 1: from the initramfs to the sandbox's root
- *     guest_command.h   EXEC to RELEASE                         guest_serve.h     the connection
- *     guest_control.h   signals, marks, members
+ *     guest_command.h   EXEC to RELEASE                         guest_service.h   a service of another Linux
+ *     guest_control.h   signals, marks, members                 guest_serve.h     the connection
  *
  * One process, one loop, nothing waits: a pipe or a channel that is full is left alone until it is not, and who produces stops while much
  * is to be sent. All buffers and tables are bounded. Nothing here is secret; whoever is root in the guest may replace it, and then the host
  * loses the sandbox: it believes no more of an answer than that the request's id was known to whoever sent it.
  */
-#include "guest_boot.h"
+#define _GNU_SOURCE
+#include "guest_service.h"
 #include "guest_serve.h"
 
 static int port_poller = -1; /* knows the port alone */
@@ -130,7 +131,7 @@ static void watch_port(void)
 static void set_up(void)
 {
 	sigset_t heard;
-	struct rlimit files = { 65536, 1 << 20 }, core = { 0, 0 };
+	struct rlimit core = { 0, 0 };
 	while ((guest.null = open("/dev/null", O_RDWR | O_CLOEXEC)) >= 0 && guest.null < RESERVED_FDS)
 		;
 	signal(SIGPIPE, SIG_IGN);
@@ -150,8 +151,6 @@ static void set_up(void)
 	prctl(PR_SET_DUMPABLE, 0);
 	prctl(PR_SET_CHILD_SUBREAPER, 1);
 	setrlimit(RLIMIT_CORE, &core);
-	if (guest.is_init)
-		setrlimit(RLIMIT_NOFILE, &files);
 	umask(022);
 }
 
@@ -160,6 +159,7 @@ int main(int argc, char **argv)
 {
 	if (getpid() == 1 && argc < 2) {
 		guest.is_init = 1;
+		boot_early();
 		set_up();
 		boot();
 	} else {
