@@ -51,7 +51,7 @@ static struct {
 	int root; /* O_PATH, the sandbox's root directory */
 	int proc; /* a /proc of our own */
 	int group; /* the cgroup of all commands, or -1 */
-	int null;
+	int null, random;
 	int is_init;
 	int chroots; /* commands are put into `root`: we are elsewhere */
 	int disk; /* the writable disk of the root, where there is one that can stand still; or -1 */
@@ -59,7 +59,7 @@ static struct {
 	int port_is_socket;
 	int signals;
 	sigset_t no_signals;
-} guest = { .root = -1, .proc = -1, .group = -1, .null = -1, .disk = -1, .port = -1, .signals = -1 };
+} guest = { .root = -1, .proc = -1, .group = -1, .null = -1, .random = -1, .disk = -1, .port = -1, .signals = -1 };
 
 /* To the console, or wherever our errors go. */
 static void say(const char *format, ...)

@@ -177,6 +177,7 @@ static void mount_root(void)
 		must_mount(device, layers ? "/mnt/scratch" : "/newroot", "ext4", MS_NOATIME, "");
 	} else
 		must_mount("scratch", layers ? "/mnt/scratch" : "/newroot", "tmpfs", 0, "mode=0755");
+	guest.disk = scratch ? open(layers ? "/mnt/scratch" : "/newroot", O_RDONLY | O_DIRECTORY | O_CLOEXEC) : -1;
 	if (!layers)
 		return;
 	for (int i = layers - 1; i >= 0; i--) {
@@ -192,7 +193,6 @@ static void mount_root(void)
 		fail("/mnt/scratch/upper", errno);
 	mkdir("/mnt/scratch/work", 0700);
 	must_mount("overlay", "/newroot", "overlay", 0, options);
-	guest.disk = open("/mnt/scratch", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
 }
 
 /* --- what is in it --------------------------------------------------------------------------------------------------- */

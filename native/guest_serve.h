@@ -60,6 +60,7 @@ static void on_hello(u64 id, struct in *in)
 	lost = 0;
 	drop_assembly();
 	drop_requests();
+	thaw();
 	for (struct command *c = commands; c; c = c->next)
 		close_streams(c);
 	if (version != GUEST_VERSION) {
@@ -68,7 +69,7 @@ static void on_hello(u64 id, struct in *in)
 	}
 	begin(TYPE_HELLO | ANSWER, 0, id);
 	put_u32(GUEST_VERSION);
-	put_u32((guest.group >= 0 ? FEATURE_CGROUPS : 0) | (guest.is_init ? FEATURE_INIT | FEATURE_FREEZE : 0) | FEATURE_PTY);
+	put_u32((guest.group >= 0 ? FEATURE_CGROUPS : 0) | (guest.is_init ? FEATURE_INIT : 0) | (guest.disk >= 0 ? FEATURE_FREEZE : 0) | FEATURE_PTY);
 	put(nonce, sizeof(nonce));
 	put_u64(now_ns(CLOCK_BOOTTIME));
 	put_text("guestd 1");

@@ -116,6 +116,10 @@ static void turn(void)
 		work();
 	}
 	flush();
+	if (shutting_down && tx_from == tx_to) {
+		shut_down();
+		shutting_down = 0;
+	}
 }
 
 static void watch_port(void)
@@ -134,6 +138,7 @@ static void set_up(void)
 	struct rlimit core = { 0, 0 };
 	while ((guest.null = open("/dev/null", O_RDWR | O_CLOEXEC)) >= 0 && guest.null < RESERVED_FDS)
 		;
+	guest.random = open("/dev/urandom", O_RDONLY | O_CLOEXEC);
 	signal(SIGPIPE, SIG_IGN);
 	sigemptyset(&guest.no_signals);
 	sigemptyset(&heard);
@@ -167,8 +172,10 @@ int main(int argc, char **argv)
 		start_service(argc, argv);
 	}
 	watch_port();
-	if (guest.is_init)
+	if (guest.is_init) {
+		cover_boot_id(); /* now, so that clones need not */
 		say("guestd: ready");
+	}
 	for (;;)
 		turn();
 }
