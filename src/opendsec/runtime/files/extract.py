@@ -69,10 +69,10 @@ class _Extractor:
             self._forget_parent()
 
     def _member(self, member: tarball.Member, reader: tarball.TarReader) -> int:
-        parts = _parts(member.name, member)
+        parts = parts_of(member.name, member)
         if not parts:
             if member.kind != "directory":
-                raise _refused(member, "names no entry")
+                raise refused(member, "names no entry")
             return 0  # the target itself, which exists and keeps what it has
         owner = self._all_owner or Owner(self._id(member.uid), self._id(member.gid))
         directory = self._directory(parts[:-1], owner)
@@ -84,7 +84,7 @@ class _Extractor:
             self._make_directory(directory, parts, member, owner)
         elif member.kind == "symlink":
             if not member.link:
-                raise _refused(member, "is a link to nothing")
+                raise refused(member, "is a link to nothing")
             _replace(directory, name, lambda: os.symlink(member.link, name, dir_fd=directory))
         elif member.kind == "fifo":
             self._make_fifo(directory, name, member, owner)
@@ -147,21 +147,21 @@ class _Extractor:
                 fsuser.chmod_path(fd, self._mode(member))
 
     def _make_link(self, directory: int, name: bytes, member: tarball.Member) -> None:
-        source = _parts(member.link, member)
+        source = parts_of(member.link, member)
         if not source:
-            raise _refused(member, "is a link to nothing")
+            raise refused(member, "is a link to nothing")
         try:
             there = self._walk(source[:-1])
         except FileNotFoundError:
-            raise _refused(member, f"is a link to {text(member.link)}, which does not exist") from None
+            raise refused(member, f"is a link to {text(member.link)}, which does not exist") from None
         with closing(there):
             try:
                 with closing(open_entry(there, source[-1])) as entry:
                     st = os.fstat(entry)
             except FileNotFoundError:
-                raise _refused(member, f"is a link to {text(member.link)}, which does not exist") from None
+                raise refused(member, f"is a link to {text(member.link)}, which does not exist") from None
             if stat.S_ISDIR(st.st_mode):
-                raise _refused(member, "is a link to a directory")
+                raise refused(member, "is a link to a directory")
             try:
                 if os.path.samestat(st, os.stat(name, dir_fd=directory, follow_symlinks=False)):
                     return
@@ -281,18 +281,18 @@ def _steps(parts: list[bytes]) -> Iterator[bytes]:
         yield b"/".join(piece)
 
 
-def _parts(name: bytes, member: tarball.Member) -> list[bytes]:
+def parts_of(name: bytes, member: tarball.Member) -> list[bytes]:
     if name.startswith(b"/"):
-        raise _refused(member, f"leads outside: {text(name)} is absolute")
+        raise refused(member, f"leads outside: {text(name)} is absolute")
     parts = name.split(b"/")
     if b"" in parts or b"." in parts:  # names may have ten thousand components: no loop in Python where none is needed
         parts = [part for part in parts if part not in (b"", b".")]
     if b".." in parts:
-        raise _refused(member, f"leads outside: {text(name)} has a component '..'")
+        raise refused(member, f"leads outside: {text(name)} has a component '..'")
     if max(map(len, parts), default=0) > MAX_NAME_BYTES:
-        raise _refused(member, f"has a name of more than {MAX_NAME_BYTES} bytes")
+        raise refused(member, f"has a name of more than {MAX_NAME_BYTES} bytes")
     return parts
 
 
-def _refused(member: tarball.Member, why: str) -> InvalidRequest:
+def refused(member: tarball.Member, why: str) -> InvalidRequest:
     return InvalidRequest(f"{text(member.name)} {why}", field="body", data={"member": text(member.name)})

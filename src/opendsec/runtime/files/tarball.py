@@ -153,6 +153,15 @@ class TarReader:
             first = False
             yield member
 
+    def content(self, most: int) -> Iterator[bytes]:
+        """The rest of the current member's content, in pieces of at most `most` bytes."""
+        while self._left:
+            data = self._read(min(self._left, most))
+            if not data:
+                raise InvalidRequest("the archive is cut off in the content of a file", field="body")
+            self._left -= len(data)
+            yield data
+
     def content_to(self, target: int) -> int:
         """Copy the rest of the current member's content to a descriptor; how much. OSError is the target's."""
         count = self._left

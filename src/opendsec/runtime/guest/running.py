@@ -1,0 +1,650 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A command in a guest: its streams are pumped from and to the descriptors that the host gave it.
+
+To the holder of those descriptors it is as if the command had them:
+
+* The end is told (`exited`) once all that had been written until then is in the host's pipes, whatever comes after; so a pipe whose
+  reader takes its time is made larger then. The same holds between streams: what a command says on descriptor 3 or above (a session's
+  status) is passed on only after what it wrote to 1 and 2 before.
+* When the host's reader of an output is gone, the command's pipe is closed, and it gets SIGPIPE. When nothing inside reads an input, the
+  host's writer gets EPIPE.
+* Credit binds each direction of each stream to INITIAL_CREDIT bytes under way, so a slow reader makes the command wait, and nobody else.
+
+A terminal is a socket here; its size goes by `resize`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import os
+import select
+import socket
+import stat
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from opendsec.api.errors import OpenDSecError, Unavailable, Unsupported
+from opendsec.kernel import fds as kernel_fds
+from opendsec.runtime.backend import ExecPlan, Exit, Running
+from opendsec.runtime.container.handle import NotStarted
+from opendsec.runtime.guest import wire
+from opendsec.runtime.guest.channel import Channel, Refused
+from opendsec.runtime.guest.wire import WireError
+
+if TYPE_CHECKING:
+    from opendsec.api.spec import Limits
+
+GRANT_BYTES = wire.INITIAL_CREDIT // 4  # taken before the guest is told so
+ROOM_BYTES = 1 << 20  # of a pipe that has to take all that is left
+NULL_DEVICE = os.makedev(1, 3)
+MAX_CPU_US = 1 << 53
+DRAINS = 64
+_SO_SNDBUFFORCE = 32
+
+
+class Output:
+    """A stream from the guest, written to a descriptor, which it owns."""
+
+    __slots__ = (
+        "_command",
+        "_credit",
+        "_fd",
+        "_gate",
+        "_queue",
+        "_stream",
+        "_taken",
+        "_waits",
+        "ended",
+        "queued",
+        "received",
+        "rejected",
+        "written",
+    )
+
+    def __init__(self, command: GuestRunning, stream: int, fd: int) -> None:
+        self._command, self._stream, self._fd = command, stream, fd
+        self._credit = wire.INITIAL_CREDIT
+        self._taken = 0  # not granted again yet
+        self._queue: deque[bytes] = deque()
+        self._waits = False
+        self._gate: tuple[tuple[Output, int], ...] = ()
+        self.received = self.written = 0
+        self.queued = 0
+        self.ended = False  # the guest has said its last word
+        self.rejected = False  # the host wants no more of it
+
+    @property
+    def open(self) -> bool:
+        return self._fd >= 0
+
+    @property
+    def crossing(self) -> int:
+        """What the guest may have under way."""
+        return 0 if self.ended else self._credit + 1
+
+    def on_data(self, data: memoryview) -> None:
+        size = len(data)
+        if self.ended or not 0 < size <= self._credit:
+            raise WireError("more of a stream than it may send")
+        self._credit -= size
+        self.received += size
+        if self._fd < 0:
+            self.written = self.received
+            return
+        if self._stream > 2 and not self._gate_open():
+            self._gate = self._command.before(self)
+        if not self._queue and self._gate_open():
+            done = self._write(data)
+            if done == size:
+                self._grant()
+                self._command.noticed()
+                return
+            data = data[done:]
+        self._queue.append(bytes(data))
+        self.queued += len(data)
+        self._grant()
+        if self._gate_open():
+            self._wait()
+        else:
+            self._command.gated = True
+            for other, _ in self._gate:
+                other.make_room()
+
+    def _gate_open(self) -> bool:
+        """Whether what was written to lower streams before is out."""
+        if self._stream <= 2:
+            return True
+        if not self._gate:
+            self._gate = self._command.before(self)
+        return all(other.written >= mark or not other.open for other, mark in self._gate)
+
+    def _write(self, data: bytes | memoryview) -> int:
+        """How much the descriptor took."""
+        done = 0
+        try:
+            while done < len(data):
+                done += os.write(self._fd, data[done:] if done else data)
+        except BlockingIOError:
+            pass
+        except OSError as error:  # EPIPE: nobody reads it any more
+            self.reject(error.errno or errno.EPIPE)
+            return len(data)
+        self.written += done
+        self._taken += done
+        return done
+
+    def _grant(self) -> None:
+        if self._taken >= GRANT_BYTES and not self.ended and self._fd >= 0:
+            self._credit += self._taken
+            self._command.channel.send(wire.credit(self._command.number, self._stream, self._taken))
+            self._taken = 0
+
+    def _wait(self) -> None:
+        if not self._waits and self._fd >= 0:
+            self._waits = True
+            self._command.channel.poller.watch(self._fd, select.EPOLLOUT, self.pump)
+
+    def _unwait(self) -> None:
+        if self._waits:
+            self._waits = False
+            self._command.channel.poller.unwatch(self._fd)
+
+    def pump(self) -> None:
+        """Write what waits."""
+        if self._fd < 0 or not self._gate_open():
+            return
+        while self._queue:
+            data = self._queue[0]
+            done = self._write(data)
+            if self._fd < 0:
+                break
+            self.queued -= done
+            if done < len(data):
+                self._queue[0] = data[done:]
+                self._grant()
+                self._wait()
+                self._command.progressed()
+                return
+            self._queue.popleft()
+        self._gate = ()
+        self._unwait()
+        self._grant()
+        if self.ended:
+            self._close()
+        self._command.progressed()
+
+    def make_room(self) -> None:
+        """Let the descriptor take all that is under way, whoever reads it."""
+        if self._fd < 0:
+            return
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_SETPIPE_SZ, ROOM_BYTES)
+        except OSError:
+            self._command.widen_terminal()
+        if self._queue:
+            self.pump()
+
+    def on_eof(self) -> None:
+        if self.ended:
+            raise WireError("a stream that ended twice")
+        self.ended = True
+        if not self._queue:
+            self._close()
+        self._command.progressed()
+
+    def reject(self, code: int = errno.EPIPE) -> None:
+        """Nobody on the host wants more of it."""
+        self.rejected = True
+        if not self.ended:
+            self._command.channel.send(wire.close(self._command.number, self._stream, code))
+        self.shut()
+        self._command.noticed()
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            self._unwait()
+            fd, self._fd = self._fd, -1
+            self._command.close_output(fd)
+
+    def shut(self) -> None:
+        """Drop what waits, and close."""
+        self._queue.clear()
+        self.queued = 0
+        self.written = self.received
+        self._close()
+
+    def lost(self) -> None:
+        if self._queue and self._fd >= 0:
+            self._gate = ()
+            for data in self._queue:
+                if self._write(data) < len(data) or self._fd < 0:
+                    break
+        self.shut()
+
+    @property
+    def blocked(self) -> bool:
+        """Whether something waits for other streams alone."""
+        return bool(self._queue) and not self._waits
+
+
+class Input:
+    """A stream to the guest, read from a descriptor, which it owns."""
+
+    __slots__ = ("_command", "_credit", "_fd", "_regular", "_stream", "_watched")
+
+    def __init__(self, command: GuestRunning, stream: int, fd: int) -> None:
+        self._command, self._stream, self._fd = command, stream, fd
+        self._credit = wire.INITIAL_CREDIT
+        self._watched = self._regular = False
+
+    @property
+    def open(self) -> bool:
+        return self._fd >= 0
+
+    @property
+    def crossing(self) -> int:
+        """What the guest may have under way: frames of four bytes, each for a byte at least."""
+        return 4 * (wire.INITIAL_CREDIT - self._credit + 1)
+
+    def watch(self) -> None:
+        if self._fd < 0 or self._watched or not self._credit:
+            return
+        if self._regular:
+            asyncio.get_running_loop().call_soon(self.pump)
+            return
+        try:
+            self._command.channel.poller.watch(self._fd, select.EPOLLIN, self.pump)
+        except PermissionError:  # a regular file is always ready
+            self._regular = True
+            self.watch()
+            return
+        self._watched = True
+
+    def _unwatch(self) -> None:
+        if self._watched:
+            self._watched = False
+            self._command.channel.poller.unwatch(self._fd)
+
+    def pump(self) -> None:
+        channel = self._command.channel
+        if self._fd < 0:
+            return
+        if channel.congested:
+            self._unwatch()
+            channel.when_clear(self.watch)
+            return
+        size = min(self._credit, wire.MAX_PAYLOAD)
+        if not size:
+            self._unwatch()
+            return
+        try:
+            data = os.read(self._fd, size)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""  # a terminal whose other end is gone
+        if not data:
+            channel.send(wire.eof(self._command.number, self._stream))
+            self.close()
+            self._command.input_ended(self._stream)
+            return
+        self._credit -= len(data)
+        channel.send_data(self._command.number, self._stream, data)
+        if not self._credit:
+            self._unwatch()
+        elif self._regular:
+            self.watch()
+
+    def on_credit(self, count: int) -> None:
+        if not 0 < count <= wire.INITIAL_CREDIT - self._credit:
+            raise WireError("more credit than there is")
+        self._credit += count
+        self.watch()
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            self._unwatch()
+            self._command.channel.not_when_clear(self.watch)
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+
+class GuestRunning:
+    """Implements `backend.Running`, and owns the streams of one command. Made by `start`."""
+
+    pid = 0
+
+    def __init__(self, channel: Channel, number: int) -> None:
+        self.channel, self.number = channel, number
+        self.terminal: int | None = None
+        self.exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+        self.inputs: dict[int, Input] = {}
+        self.outputs: dict[int, Output] = {}
+        self.is_over = False  # nothing more will be heard of it
+        self.gated = False  # an output may wait for others
+        self._near: socket.socket | None = None  # our end of the terminal
+        self._exit: wire.Ended | None = None
+        self._tree_empty = False
+        self._released = False
+
+    # --- Running -----------------------------------------------------------------------------------------------------
+
+    def signal(self, number: int, *, tree: bool = False, since_mark: bool = False) -> None:
+        if self.is_over or (self._exit is not None and not tree):
+            return
+        flags = (wire.SIGNAL_TREE if tree else 0) | (wire.SIGNAL_SINCE_MARK if since_mark and tree else 0)
+        self.channel.post(wire.SIGNAL, wire.u64(self.number) + wire.u32(number) + wire.u32(flags))
+
+    def mark(self) -> None:
+        if not self.is_over:
+            self.channel.post(wire.MARK, wire.u64(self.number))
+
+    def kill_since_mark(self) -> None:
+        self.signal(9, tree=True, since_mark=True)  # guestd does it until there is nobody new
+
+    def resize(self, rows: int, columns: int) -> None:
+        if not self.is_over and self.terminal is not None:
+            self.channel.post(wire.RESIZE, wire.u64(self.number) + wire.u16(rows) + wire.u16(columns))
+
+    def kill_tree(self) -> None:
+        self.signal(9, tree=True)
+
+    def alive_children(self) -> bool:
+        return not self.is_over and not self._tree_empty
+
+    async def release(self) -> None:
+        self._released = True
+        self._let_go()
+
+    # --- Owner -------------------------------------------------------------------------------------------------------
+
+    def on_data(self, stream: int, data: memoryview) -> None:
+        output = self.outputs.get(stream)
+        if output is None:
+            raise WireError("output on a stream that has none")
+        output.on_data(data)
+
+    def on_credit(self, stream: int, count: int) -> None:
+        input = self.inputs.get(stream)
+        if input is None:
+            raise WireError("credit for a stream that takes none")
+        input.on_credit(count)
+
+    def on_eof(self, stream: int) -> None:
+        output = self.outputs.get(stream)
+        if output is None:
+            raise WireError("the end of a stream that there is not")
+        output.on_eof()
+
+    def on_close(self, stream: int, code: int) -> None:
+        input = self.inputs.get(stream)
+        if input is None:
+            raise WireError("nobody reads a stream that there is not")
+        input.close()
+        self._let_go()
+
+    def on_event(self, kind: int, payload: bytes) -> None:
+        if kind == wire.EXIT and self._exit is None:
+            self._exit = ended = wire.only(payload, wire.ended)
+            self.channel.counters = ended.counters
+            self._tree_empty = not ended.tree_alive
+            for stream, output in self.outputs.items():
+                if output.written < self._end_of(ended, stream):
+                    output.make_room()
+            self.progressed()
+        elif kind == wire.TREE_EMPTY and self._exit is not None:
+            wire.only(payload, wire.nothing)
+            self._tree_empty = True
+            self._close_inputs()
+            self._let_go()
+        else:
+            raise WireError("an event out of turn")
+
+    def lost(self, error: OpenDSecError) -> None:
+        self.is_over = True
+        for output in self.outputs.values():
+            output.lost()
+        self._close_all()
+        if not self.exited.done():
+            # As a container's commands end when its first process does. Whoever holds the sandbox says that it is lost.
+            self.exited.set_result(_exit(self._exit) if self._exit is not None else Exit(signal=9))
+
+    # --- streams -----------------------------------------------------------------------------------------------------
+
+    def _end_of(self, ended: wire.Ended, stream: int) -> int:
+        return ended.ends[stream] if stream < len(ended.ends) else 0
+
+    def before(self, output: Output) -> tuple[tuple[Output, int], ...]:
+        """What has come on 1 and 2 so far, which goes first."""
+        return tuple((lower, lower.received) for stream, lower in self.outputs.items() if stream <= 2 and lower is not output)
+
+    def noticed(self) -> None:
+        """`progressed`, where it is not known whether that matters."""
+        if self.gated or self._exit is not None:
+            self.progressed()
+
+    def progressed(self) -> None:
+        """Some output was written, or will never be."""
+        if self.gated:
+            waiting = [output for output in self.outputs.values() if output.blocked]
+            self.gated = bool(waiting)
+            for output in waiting:
+                output.pump()
+        ended = self._exit
+        if ended is not None and not self.exited.done():
+            for stream, output in self.outputs.items():
+                if output.open and output.written < self._end_of(ended, stream):
+                    return
+            self.exited.set_result(_exit(ended))
+            if self._tree_empty:
+                self._close_inputs()
+        self._let_go()
+
+    def _close_inputs(self) -> None:
+        """Nobody is there to read them."""
+        for input in self.inputs.values():
+            input.close()
+
+    def close_output(self, fd: int) -> None:
+        """The end of an output. A terminal's socket has another direction, which ends when its holder closes it."""
+        if self._near is not None:
+            try:
+                self._near.shutdown(socket.SHUT_WR)
+            except OSError:
+                pass  # the other end is gone
+        os.close(fd)
+
+    def input_ended(self, stream: int) -> None:
+        """The host has closed its end. Of a terminal there is one for both directions: nobody sees its output any more either."""
+        if self._near is not None:
+            for output in self.outputs.values():
+                if output.open:
+                    output.reject()
+        self._let_go()
+
+    def widen_terminal(self) -> None:
+        if self._near is not None:
+            try:
+                self._near.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, ROOM_BYTES)
+            except OSError:
+                pass  # as large as it is then; it waits for its reader
+
+    # --- end ---------------------------------------------------------------------------------------------------------
+
+    def _let_go(self) -> None:
+        """Forget it on both sides once nothing more can come of it."""
+        if self.is_over or not self._released or not self._tree_empty or not self.exited.done():
+            return
+        if any(output.open or not (output.ended or output.rejected) for output in self.outputs.values()):
+            return
+        self._forget()
+
+    def abandon(self) -> None:
+        """Nobody wants it any more: kill what it started, forget it."""
+        if not self.is_over:
+            self.kill_tree()
+            self._forget()
+        self._close_terminal()
+
+    def _forget(self) -> None:
+        self.channel.post(wire.RELEASE, wire.u64(self.number))
+        crossing = sum(one.crossing for one in self.outputs.values()) + sum(one.crossing for one in self.inputs.values())
+        self.channel.forget(self.number, crossing)
+        self.is_over = True
+        self._close_all()
+
+    def _close_all(self) -> None:
+        for output in self.outputs.values():
+            output.shut()
+        for input in self.inputs.values():
+            input.close()
+        if self._near is not None:
+            _drain(self._near)
+            self._near.close()
+            self._near = None
+
+    # --- start -------------------------------------------------------------------------------------------------------
+
+    def take_terminal(self) -> None:
+        near, far = socket.socketpair()
+        near.setblocking(False)
+        self._near, self.terminal = near, far.detach()
+        self.outputs[1] = Output(self, 1, os.dup(near.fileno()))
+        self.inputs[0] = Input(self, 0, os.dup(near.fileno()))
+
+    def take(self, given: Sequence[int | None]) -> bytes:
+        """Own copies of the descriptors; the kinds of the command's. Raises InvalidRequest."""
+        kinds = bytearray()
+        for stream, fd in enumerate(given):
+            kind = wire.KIND_NULL if fd is None else _kind(fd, stream)
+            kinds.append(kind)
+            if fd is None or kind == wire.KIND_NULL:
+                continue
+            if kind == wire.KIND_IN:
+                self.inputs[stream] = Input(self, stream, _own(fd, os.O_RDONLY))
+            else:
+                self.outputs[stream] = Output(self, stream, _own(fd, os.O_WRONLY))
+        return bytes(kinds)
+
+    def give_back(self) -> None:
+        """It never started."""
+        self.is_over = True
+        self._close_all()
+        self._close_terminal()
+
+    def _close_terminal(self) -> None:
+        """The caller's end, which it has not got yet."""
+        if self.terminal is not None:
+            os.close(self.terminal)
+            self.terminal = None
+
+    def begin(self) -> None:
+        """It runs: pump its input."""
+        for input in self.inputs.values():
+            input.watch()
+
+
+def _exit(ended: wire.Ended) -> Exit:
+    return Exit(
+        code=ended.code,
+        signal=ended.signal,
+        cpu_ms=min(ended.cpu_us, MAX_CPU_US) / 1000,
+        max_rss_bytes=min(ended.max_rss_bytes, MAX_CPU_US),
+    )
+
+
+def _kind(fd: int, stream: int) -> int:
+    """What the command does with a descriptor. Of those that can do both, 0 is read, 1 and 2 are written."""
+    about = os.fstat(fd)
+    if stat.S_ISCHR(about.st_mode) and about.st_rdev == NULL_DEVICE:
+        return wire.KIND_NULL
+    mode = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
+    if mode == os.O_RDWR and stream > 2:
+        raise Unsupported("a command in a virtual machine cannot have a descriptor that goes both ways")
+    return wire.KIND_IN if mode == os.O_RDONLY or (mode == os.O_RDWR and not stream) else wire.KIND_OUT
+
+
+def _own(fd: int, flags: int) -> int:
+    """A copy that does not block; of a pipe one whose flags are its own, since other holders' copies are to stay as they are."""
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISFIFO(mode):
+        try:
+            return kernel_fds.reopen(fd, flags | os.O_NONBLOCK)
+        except OSError:
+            pass  # no reader is there; writing will tell
+    copy = os.dup(fd)
+    if stat.S_ISSOCK(mode):
+        os.set_blocking(copy, False)
+    return copy
+
+
+def _drain(near: socket.socket) -> None:
+    """Take what was typed and not read: a socket closed with that in it would give its other end an error instead of the end."""
+    try:
+        for _ in range(DRAINS):
+            if not near.recv(wire.MAX_PAYLOAD):
+                return
+    except OSError:
+        pass
+
+
+async def start(channel: Channel, plan: ExecPlan, given: Sequence[int | None], limits: Limits) -> Running:
+    """Start a command: see `backend.Handle.exec`. Raises SandboxLost, Unavailable, Unsupported."""
+    running = GuestRunning(channel, channel.new_number())
+    try:
+        if plan.pty is not None:
+            running.take_terminal()
+            kinds = b""
+        else:
+            kinds = running.take(given)
+        payload = exec_payload(plan, kinds, limits.open_files)
+    except ValueError as error:
+        running.give_back()
+        return NotStarted(f"cannot execute {plan.argv[0]!r}: {error}")
+    except BaseException:
+        running.give_back()
+        raise
+    try:
+        answer = await channel.ask_parts(wire.EXEC, payload, number=running.number, timeout_s=None, owner=running)
+        channel.read(b"".join(answer), lambda fields: (fields.u32(), fields.u32()))
+    except Refused as error:
+        running.give_back()
+        if error.errno == errno.EEXIST:
+            raise Unavailable(f"cannot start the command: {error.strerror}") from error
+        return NotStarted(error.strerror or "refused")
+    except asyncio.CancelledError:
+        running.abandon()
+        raise
+    except BaseException:
+        running.give_back()
+        raise
+    running.begin()
+    return running
+
+
+def exec_payload(plan: ExecPlan, kinds: bytes, open_files: int) -> bytes:
+    """Raises ValueError for what no program can be given."""
+    if kinds and not wire.MIN_KINDS <= len(kinds) <= wire.MAX_STREAMS:
+        raise ValueError(f"at most {wire.MAX_STREAMS} descriptors")
+    rows, columns = (plan.pty.rows, plan.pty.cols) if plan.pty else (0, 0)
+    payload = b"".join(
+        (
+            wire.u32(wire.EXEC_PTY if plan.pty else 0),
+            wire.u16(rows),
+            wire.u16(columns),
+            wire.u32(open_files),
+            wire.string(plan.process_id),
+            wire.u32(len(kinds)),
+            kinds,
+            wire.string(plan.user),
+            wire.string(plan.cwd),
+            wire.strings(plan.argv),
+            wire.strings(f"{name}={value}" for name, value in plan.env.items()),
+        )
+    )
+    if len(payload) > wire.MAX_REQUEST:
+        raise ValueError(os.strerror(errno.E2BIG))
+    return payload
