@@ -128,7 +128,7 @@ def arguments(machine: Machine, accel: Accel, *, confined: bool = True) -> list[
     ]
     words += _devices(machine)
     if machine.incoming:
-        words += ["-incoming", "defer"]
+        words += ["-incoming", "defer", "-S"]
     return [*words, *machine.extra]
 
 

@@ -142,15 +142,14 @@ class Vmm:
         held: list[int] = []
         vmm = None
         try:
-            plan, given = prepare(machine, place, accel, taps, tpm, held)
             try:
+                plan, given = prepare(machine, place, accel, taps, tpm, held)
                 if spawner not in _profiled:
                     await spawner.call("profile", {"name": profile.NAME, "program": profile.program()})
                     _profiled.add(spawner)
                 answer = await spawner.call("machine", plan, given)
             finally:
                 close_all(held)
-                held.clear()
             (pidfd,) = answer.fds
             try:
                 record = VmmRecord(

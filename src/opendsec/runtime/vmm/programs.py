@@ -25,6 +25,7 @@ PLACES = ("ram", "kernel", "initrd", "firmware", "variables")
 """Names that a machine's own files get."""
 
 FIRMWARE = ("/usr/share/qemu", "/usr/share/seabios", "/usr/share/vgabios", "/usr/lib/ipxe/qemu")
+KEYMAPS = "/usr/share/qemu/keymaps"
 FIRMWARE_SUFFIXES = (".bin", ".rom", ".img")
 MODULES = ("hw-display-virtio-gpu.so", "hw-display-virtio-gpu-pci.so", "hw-display-virtio-vga.so")
 OLDEST = (9, 0)
@@ -62,6 +63,7 @@ def sources(qemu: str = QEMU) -> dict[str, Path]:
     for folder in map(Path, FIRMWARE):
         if folder.is_dir():
             wanted |= {str(path) for path in sorted(folder.iterdir()) if path.suffix in FIRMWARE_SUFFIXES and path.is_file()}
+    wanted |= {str(path) for path in Path(KEYMAPS).glob("*") if path.is_file()}
     return {plain(name): Path(name).resolve() for name in sorted(wanted)}
 
 
