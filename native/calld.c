@@ -236,7 +236,7 @@ static void hear_interpreter(void)
 		return;
 	call.answered = 1;
 	if (got != sizeof(call.answer))
-		call.spoiled = call.reason = "its interpreter broke the protocol";
+		call.spoiled = call.reason = got <= 0 ? "its interpreter ended" : "its interpreter broke the protocol";
 	else if (call.answer <= 1 || call.answer == env.pid || call.answer == interpreter_pid)
 		call.reason = explain_error("the interpreter cannot fork", call.answer);
 	else {
