@@ -19,6 +19,8 @@ from opendsec.api import files as f
 from opendsec.api import fn, spec
 from opendsec.api import images as i
 from opendsec.api import sandboxes as s
+from opendsec.api import screen as c
+from opendsec.api import snapshots as n
 
 
 class Route(NamedTuple):
@@ -48,6 +50,20 @@ LIST = Route("GET", "/v1/sandboxes", response=s.SandboxList, query=("label", "st
 GET = Route("GET", _BOX, response=s.SandboxInfo)
 USAGE = Route("GET", _BOX + "/usage", response=s.Usage)
 KILL = Route("DELETE", _BOX, response=s.SandboxInfo, query=("action_id",), mutates=True)
+
+PAUSE = Route("POST", _BOX + "/pause", response=s.SandboxInfo, query=("action_id",), mutates=True)  # any request but a few resumes it
+RESUME = Route("POST", _BOX + "/resume", response=s.SandboxInfo, query=("action_id",), mutates=True)
+FORK = Route("POST", _BOX + "/fork", n.ForkRequest, s.CreateResponse, mutates=True)
+SNAPSHOT = Route("POST", _BOX + "/snapshot", n.SnapshotRequest, n.SnapshotInfo, mutates=True)
+SNAPSHOTS = Route("GET", "/v1/snapshots", response=n.SnapshotList)
+SNAPSHOT_REMOVE = Route("DELETE", "/v1/snapshots/{name}", response=n.SnapshotList, query=("action_id",), mutates=True)
+
+SCREEN = Route("GET", _BOX + "/screen", raw_response=True)  # a PNG
+SCREEN_SIZE = Route("GET", _BOX + "/screen/size", response=c.ScreenSize)
+SCREEN_RESIZE = Route("POST", _BOX + "/screen/size", c.ScreenSize, c.ScreenSize, query=("action_id",), mutates=True)
+INPUT = Route("POST", _BOX + "/screen/input", c.InputRequest, c.ScreenSize, query=("action_id",), mutates=True)
+VNC = Route("POST", _BOX + "/screen/vnc", response=c.VncTicket)
+VNC_STREAM = Route("POST", "/v1/vnc/{token}", raw_request=True, raw_response=True)  # bytes of the VNC protocol both ways, at once
 
 RUN = Route("POST", _BOX + "/run", x.Command, x.ExecResult, mutates=True)
 STREAM = Route("POST", _BOX + "/stream", x.Command, x.ExecEvent, stream=True, mutates=True)

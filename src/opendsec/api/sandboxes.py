@@ -29,7 +29,7 @@ class SandboxInfo(msgspec.Struct, frozen=True, kw_only=True):
     idle_expires_at: float | None = None  # moves with use
     message: str = ""  # why it stopped or was lost
     accelerator: str = ""  # of a machine: kvm, or tcg where the processor is emulated
-    snapshot: str = ""  # the id of the one that it was made of
+    origin: str = ""  # the id of the snapshot, or of the running sandbox, that it was made of
     spec: AnySpec | None = None  # given for a single sandbox, left out in listings
 
 

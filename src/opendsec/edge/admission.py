@@ -91,6 +91,13 @@ def admit(promised: Promised, limits: Limits, policy: Policy) -> Promised:
     return after
 
 
+def readmit(promised: Promised, charged: Promise, promise: Promise, policy: Policy) -> None:
+    """Raises QuotaExceeded if a paused sandbox, for which `charged` is counted, cannot have its memory again."""
+    asked, limit = promise.memory_bytes - charged.memory_bytes, policy.memory_bytes
+    if asked > 0 and promised.memory_bytes + asked > limit:
+        raise _refusal("memory", asked, promised.memory_bytes, limit, format_bytes(asked), format_bytes(limit))
+
+
 def _refusal(resource: str, asked: float, before: int | None, limit: float, asked_text: str, limit_text: str) -> QuotaExceeded:
     if before is None:
         message = f"{asked_text} asked for, but one sandbox of this edge may have at most {limit_text}"

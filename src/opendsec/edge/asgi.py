@@ -15,12 +15,12 @@ import msgspec
 from opendsec.api import wire
 from opendsec.api.errors import Internal, OpenDSecError, PlatformError, Unauthorized, Unavailable
 from opendsec.api.routes import ROUTES
-from opendsec.edge.http import Disconnected, Duplex, Lines, Message, Raw, Receive, Request, Router, Send, parse_query
+from opendsec.edge.http import NDJSON, Disconnected, Duplex, Lines, Message, Raw, Receive, Request, Router, Send, parse_query
 from opendsec.edge.log import Log
 from opendsec.edge.turns import Turns, size_of
 
 _JSON = (b"content-type", b"application/json")
-_NDJSON = (b"content-type", b"application/x-ndjson")
+_NDJSON = (b"content-type", NDJSON)
 
 
 class CutOff(Exception):
@@ -133,7 +133,7 @@ class App:
                 await duplex.chunks.aclose()
 
         request.started = True
-        await send({"type": "http.response.start", "status": 200, "headers": [_NDJSON]})
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", duplex.content_type)]})
         await send(_part(b""))  # the head at once: the client may send its body only as it gets answers
         pumping, stop = asyncio.ensure_future(pump()), asyncio.ensure_future(self.stopping.wait())
         try:
@@ -145,6 +145,8 @@ class App:
             raise
         except Exception as error:
             known = error if isinstance(error, OpenDSecError) else self._internal(request.route.method, request.route.path, error)
+            if duplex.content_type != NDJSON:
+                raise CutOff from error  # there is no place in it for an error
             await send(_part(wire.encode_error(known) + b"\n"))
         finally:
             stop.cancel()

@@ -7,8 +7,9 @@ import asyncio
 
 import msgspec
 
+from opendsec.api.errors import OpenDSecError
 from opendsec.api.exec import ProcessInfo
-from opendsec.api.sandboxes import SandboxInfo
+from opendsec.api.sandboxes import SandboxInfo, Usage
 from opendsec.api.spec import AnySpec, Limits
 from opendsec.edge import lifecycle
 from opendsec.edge.admission import Promise
@@ -37,28 +38,46 @@ class Box:
     __slots__ = (
         "adopted",
         "backend",
+        "charged",
         "commands",
         "earlier",
         "ended",
         "ended_at",
         "handle",
         "id",
+        "origin",
         "promise",
+        "quiet",
         "record",
         "record_data",
         "sessions",
+        "snapping",
         "state",
+        "talking",
         "template",
         "template_id",
         "timer",
+        "turn",
         "uid_base",
+        "used",
     )
 
     def __init__(
-        self, *, id: str, state: lifecycle.State, template: Template, template_id: int, backend: str, uid_base: int, promise: Promise
+        self,
+        *,
+        id: str,
+        state: lifecycle.State,
+        template: Template,
+        template_id: int,
+        backend: str,
+        uid_base: int,
+        promise: Promise,
+        origin: str = "",
     ) -> None:
         self.id, self.state, self.template, self.template_id = id, state, template, template_id
         self.backend, self.uid_base, self.promise = backend, uid_base, promise
+        self.origin = origin  # the id of the snapshot or sandbox that it is a copy of
+        self.charged = promise  # what of it is counted now: of a paused one, no memory
         self.record: Record | None = None
         self.record_data: bytes | None = None  # as journaled
         self.handle: Handle | None = None
@@ -69,11 +88,20 @@ class Box:
         self.adopted = False  # made by an earlier edge
         self.earlier: dict[str, ProcessInfo] | None = None  # commands that it ran, once somebody asks
         self.ended: asyncio.Future[None] | None = None  # made when somebody waits
+        self.turn: asyncio.Task[OpenDSecError | None] | None = None  # pausing or resuming it, see `pausing`
+        self.talking = 0  # requests that need it to answer now
+        self.quiet: asyncio.Future[None] | None = None  # made when somebody waits for the end of those
+        self.snapping = asyncio.Lock()  # one snapshot or fork at a time
+        self.used: Usage | None = None  # before it was paused
 
     def hold(self, handle: Handle) -> None:
         """The backend has made or found it."""
-        self.handle, self.record = handle, handle.record
-        self.record_data = msgspec.json.encode(handle.record)
+        self.handle = handle
+        self.remember(handle.record)
+
+    def remember(self, record: Record) -> None:
+        self.record = record
+        self.record_data = msgspec.json.encode(record)
 
     async def wait_ended(self) -> None:
         """Until nothing of it is left, or an attempt to destroy it has failed."""
@@ -86,6 +114,10 @@ class Box:
         if self.ended is not None:
             self.ended.set_result(None)
             self.ended = None
+
+    def tell_quiet(self) -> None:
+        if self.quiet is not None and not self.quiet.done():
+            self.quiet.set_result(None)
 
     def row(self) -> SandboxRow:
         state = self.state
@@ -106,6 +138,8 @@ class Box:
             ended_at=self.ended_at,
             message=state.message,
             record=self.record_data,
+            turning=state.turning,
+            origin=self.origin,
         )
 
     @classmethod
@@ -118,6 +152,7 @@ class Box:
             used_at=row.used_at,
             busy=int(row.busy),
             held=row.held,
+            pending=row.turning,
             message=row.message,
         )
         box = cls(
@@ -128,7 +163,10 @@ class Box:
             backend=row.backend,
             uid_base=row.uid_base,
             promise=Promise(row.memory_bytes, row.disk_bytes),
+            origin=row.origin,
         )
+        if row.state == "paused" and not row.turning:
+            box.charged = Promise(0, row.disk_bytes)
         box.ended_at = row.ended_at
         box.record_data = row.record
         box.record = None if row.record is None else msgspec.json.decode(row.record, type=Record)
@@ -149,5 +187,7 @@ class Box:
             expires_at=state.expires_at,
             idle_expires_at=state.idle_expires_at,
             message=state.message,
+            accelerator=self.record.vm.accelerator if self.record is not None and self.record.vm is not None else "",
+            origin=self.origin,
             spec=template.spec if full else None,
         )

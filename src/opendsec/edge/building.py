@@ -23,6 +23,7 @@ from opendsec.api.references import check_dockerfile
 from opendsec.edge import creating
 from opendsec.edge.box import Box
 from opendsec.edge.packing import layer_of
+from opendsec.edge.pausing import awake
 from opendsec.edge.steps import Ran, copy_into, run_command
 from opendsec.images import names
 from opendsec.images.build import check_config, make_layer
@@ -254,8 +255,7 @@ class _Building:
         )
         box = await creating.create_from(self.node, wanted, resolved)
         try:
-            _, handle = self.node.running(box.id)
-            with self.node.use(box):
+            async with awake(self.node, box.id) as (box, handle):
                 yield box, handle
         finally:
             await to_the_end(self.node.kill(box.id, message="its step is over"))

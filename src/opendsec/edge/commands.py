@@ -32,6 +32,7 @@ from opendsec.edge import lifecycle
 from opendsec.edge.actions import Action, request_digest
 from opendsec.edge.box import Box
 from opendsec.edge.node import Node
+from opendsec.edge.pausing import awake, wake
 from opendsec.edge.process import summary
 from opendsec.edge.processes import Defaults, Execution, ProcessTable
 from opendsec.edge.sessions import SessionTable
@@ -75,9 +76,10 @@ class Commands:
         for process_id, at, result in outcomes:
             self._node.journal.end_command(process_id, at, msgspec.json.encode(result))
 
-    def table(self, sandbox_id: str) -> tuple[Box, ProcessTable]:
-        """Raises NotFound, SandboxLost, Conflict."""
-        box, handle = self._node.running(sandbox_id)
+    async def table(self, sandbox_id: str) -> tuple[Box, ProcessTable]:
+        """Of a sandbox that runs, or runs again. Raises NotFound, SandboxLost, Conflict, QuotaExceeded."""
+        box = self._node.box(sandbox_id)
+        handle = await wake(self._node, box)
         if box.commands is None:
             template = box.template
             defaults = Defaults(env=template.env, cwd=template.workdir, user=template.user)
@@ -89,8 +91,15 @@ class Commands:
                 self._node.apply(box, lifecycle.UseStarted(now) if count > active else lifecycle.UseEnded(now))
                 active = count
 
-            box.commands = ProcessTable(self.execution, handle, defaults, on_active=on_active)
+            box.commands = ProcessTable(self.execution, handle, defaults, on_active=on_active, awake=lambda: awake(self._node, sandbox_id))
             self._earlier(box)  # now: once this edge has begun commands of its own, the journal has those too
+        return box, box.commands
+
+    def seen(self, sandbox_id: str) -> tuple[Box, ProcessTable | None]:
+        """Of a sandbox that runs or is paused, which it stays; None: nothing has run in it. Raises NotFound, SandboxLost, Conflict."""
+        box = self._node.box(sandbox_id)
+        if box.state.phase != "paused":
+            self._node.running(sandbox_id)
         return box, box.commands
 
     # --- start -----------------------------------------------------------------------------------------------------------
@@ -114,7 +123,7 @@ class Commands:
 
     async def run(self, sandbox_id: str, command: Command) -> ExecResult:
         """Start and wait."""
-        box, table = self.table(sandbox_id)
+        box, table = await self.table(sandbox_id)
 
         async def work(action: Action[ExecResult]) -> ExecResult:
             with self._intended(box, table, "run", command, action) as process_id:
@@ -124,7 +133,7 @@ class Commands:
 
     async def start(self, sandbox_id: str, command: Command) -> ProcessInfo:
         """Start, and leave it running."""
-        box, table = self.table(sandbox_id)
+        box, table = await self.table(sandbox_id)
 
         async def work(action: Action[ProcessInfo]) -> ProcessInfo:
             with self._intended(box, table, "run", command, action) as process_id:
@@ -138,7 +147,7 @@ class Commands:
 
     async def stream(self, sandbox_id: str, command: Command) -> AsyncGenerator[ExecEvent, None]:
         """Start and follow. A repeated action id follows the running command, or tells the recorded result."""
-        box, table = self.table(sandbox_id)
+        box, table = await self.table(sandbox_id)
         started: asyncio.Future[AsyncGenerator[ExecEvent, None]] = asyncio.get_running_loop().create_future()
         before = None if command.action_id is None else self._node.actions.running(command.action_id)
 
@@ -177,15 +186,15 @@ class Commands:
 
     # --- sessions --------------------------------------------------------------------------------------------------------
 
-    def sessions(self, sandbox_id: str) -> tuple[Box, SessionTable]:
-        """Raises NotFound, SandboxLost, Conflict."""
-        box, table = self.table(sandbox_id)
+    async def sessions(self, sandbox_id: str) -> tuple[Box, SessionTable]:
+        """As `table`."""
+        box, table = await self.table(sandbox_id)
         if box.sessions is None:
             box.sessions = SessionTable(table)
         return box, box.sessions
 
     async def open_session(self, sandbox_id: str, request: SessionRequest) -> SessionInfo:
-        box, sessions = self.sessions(sandbox_id)
+        box, sessions = await self.sessions(sandbox_id)
 
         async def work(action: Action[SessionInfo]) -> SessionInfo:
             session_id = ids.new_id(ids.SESSION)
@@ -210,8 +219,8 @@ class Commands:
         )
 
     async def run_in_session(self, sandbox_id: str, session_id: str, request: SessionRun) -> ExecResult:
-        box, table = self.table(sandbox_id)
-        _, sessions = self.sessions(sandbox_id)
+        box, table = await self.table(sandbox_id)
+        _, sessions = await self.sessions(sandbox_id)
 
         async def work(action: Action[ExecResult]) -> ExecResult:
             info = sessions.info(session_id)
@@ -240,32 +249,39 @@ class Commands:
         return box.earlier
 
     def list(self, sandbox_id: str) -> ProcessList:
-        box, table = self.table(sandbox_id)
-        return ProcessList((*self._earlier(box).values(), *table.list()))
+        box, table = self.seen(sandbox_id)
+        return ProcessList((*self._earlier(box).values(), *(table.list() if table is not None else ())))
 
     def info(self, sandbox_id: str, process_id: str) -> ProcessInfo:
         """Raises NotFound."""
-        box, table = self.table(sandbox_id)
-        return self._earlier(box).get(process_id) or table.info(process_id)
+        box, table = self.seen(sandbox_id)
+        found = self._earlier(box).get(process_id)
+        if found is not None:
+            return found
+        if table is None:
+            raise NotFound(f"no command {process_id[:80]!r} here", field="process_id")
+        return table.info(process_id)
 
     async def wait(self, sandbox_id: str, process_id: str, timeout_s: float | None) -> ExecResult:
         """Raises Unavailable if it has not ended after `timeout_s`."""
-        box, table = self.table(sandbox_id)
+        box, _ = self.seen(sandbox_id)
         earlier = self._earlier(box).get(process_id)
         if earlier is not None and earlier.result is not None:
             return earlier.result
+        _, table = await self.table(sandbox_id)
         try:
             return await table.wait(process_id, timeout_s)
         except TimeoutError:
             raise Unavailable(f"the command has not ended within {timeout_s:g} s", data={"state": "running"}) from None
 
-    def attach(
+    async def attach(
         self, sandbox_id: str, process_id: str, stdout_offset: int, stderr_offset: int, *, hold: bool = False
     ) -> AsyncGenerator[ExecEvent, None]:
-        box, table = self.table(sandbox_id)
+        box, _ = self.seen(sandbox_id)
         earlier = self._earlier(box).get(process_id)
         if earlier is not None and earlier.result is not None:
             return _replay(earlier.result, announce=False)
+        _, table = await self.table(sandbox_id)
         return table.attach(process_id, stdout_offset=stdout_offset, stderr_offset=stderr_offset, hold=hold)
 
 

@@ -16,12 +16,12 @@ import msgspec
 from opendsec.api import ids, wire
 from opendsec.api.errors import Internal, OpenDSecError, QuotaExceeded, Unavailable, Unsupported
 from opendsec.api.sandboxes import CreateResponse, Slot
-from opendsec.api.spec import BATCH, AnySpec, CreateRequest, Limits, check_integer
+from opendsec.api.spec import BATCH, VM, AnySpec, CreateRequest, Limits, Machine, Spec, check_integer
 from opendsec.edge import admission, lifecycle
 from opendsec.edge.actions import Action, request_digest
 from opendsec.edge.box import Box, Template
 from opendsec.images.store import Resolved
-from opendsec.runtime.backend import Backend, Handle, Placement
+from opendsec.runtime.backend import Backend, Handle, Placement, SnapshotRecord, VmOptions
 
 if TYPE_CHECKING:
     from opendsec.edge.node import Node
@@ -47,7 +47,7 @@ async def create(node: Node, request: CreateRequest) -> CreateResponse:
         result=CreateResponse,
         kind="create",
         digest=lambda: request_digest("create", wire.encode(request)),
-        replay=lambda recorded: _replay(node, recorded),
+        replay=lambda recorded: replay(node, recorded),
     )
 
 
@@ -57,10 +57,32 @@ async def _create(node: Node, spec: AnySpec, limits: Limits, count: int, action:
     if backend is None:
         raise Unsupported(f"this edge has no backend {spec.kind!r}", field="spec.backend")
     admission.check_one(limits, node.policy)
-    resolved = await node.images.resolve(spec.image, spec.layers)
+    base: SnapshotRecord | None = None
+    if isinstance(spec, Machine) and spec.snapshot:
+        resolved, base = await node.snapshots.base(spec, limits)
+    else:
+        resolved = await node.images.resolve(spec.image, spec.layers)
     _check_ready(node)  # again: nothing must begin after the last look before a shutdown
-    slots = _intend(node, spec, limits, count, resolved, action)
-    await _make(node, backend, resolved, slots, action)
+    slots = _intend(node, _template(spec, limits, resolved), count, action, origin="" if base is None else base.snapshot_id)
+    await _make(node, backend, resolved, slots, action, base=base)
+    if count == 1 and isinstance(slots[0], OpenDSecError):
+        raise slots[0]
+    return _response(slots)
+
+
+def check_room(node: Node, limits: Limits) -> None:
+    """Raises Unavailable, QuotaExceeded if not even one sandbox of these limits can be made now."""
+    _check_ready(node)
+    admission.admit(node.promised, limits, node.policy)
+
+
+async def fork(
+    node: Node, source: Box, resolved: Resolved, base: SnapshotRecord, count: int, action: Action[CreateResponse]
+) -> CreateResponse:
+    """Create copies of `source`, of a snapshot that was made for them. As `create`."""
+    _check_ready(node)
+    slots = _intend(node, source.template, count, action, origin=source.id)
+    await _make(node, node.backends[source.backend], resolved, slots, action, base=base)
     if count == 1 and isinstance(slots[0], OpenDSecError):
         raise slots[0]
     return _response(slots)
@@ -75,7 +97,7 @@ async def create_from(node: Node, spec: AnySpec, resolved: Resolved) -> Box:
         raise Unsupported(f"this edge has no backend {spec.kind!r}", field="spec.backend")
     admission.check_one(limits, node.policy)
     action: Action[CreateResponse] = Action(node.actions, None, None, "create", b"")
-    slots = _intend(node, spec, limits, 1, resolved, action, own=True)
+    slots = _intend(node, _template(spec, limits, resolved, own=True), 1, action)
     if isinstance(slots[0], Box):
         await _make(node, backend, resolved, slots, action)
     if isinstance(slots[0], OpenDSecError):
@@ -88,12 +110,9 @@ def _check_ready(node: Node) -> None:
         raise Unavailable(f"this edge is {node.phase} and takes no new sandboxes")
 
 
-def _intend(
-    node: Node, spec: AnySpec, limits: Limits, count: int, resolved: Resolved, action: Action[CreateResponse], *, own: bool = False
-) -> list[Box | OpenDSecError]:
-    """Admit as many as there is room for and write the intents, in one step."""
+def _template(spec: AnySpec, limits: Limits, resolved: Resolved, *, own: bool = False) -> Template:
     config = resolved.config
-    template = Template(
+    return Template(
         spec=spec,
         layers=tuple(layer.digest for layer in resolved.layers),
         limits=limits,
@@ -102,6 +121,11 @@ def _intend(
         workdir=spec.workdir or config.workdir,
         own=own,
     )
+
+
+def _intend(node: Node, template: Template, count: int, action: Action[CreateResponse], *, origin: str = "") -> list[Box | OpenDSecError]:
+    """Admit as many as there is room for and write the intents, in one step."""
+    spec, limits = template.spec, template.limits
     promise = admission.promise_for(limits, node.policy)
     now, promised = node.clock.time(), node.promised
     slots: list[Box | OpenDSecError] = []
@@ -127,6 +151,7 @@ def _intend(
                     backend=spec.kind,
                     uid_base=uid_base,
                     promise=promise,
+                    origin=origin,
                 )
                 boxes.append(box)
                 slots.append(box)
@@ -142,7 +167,15 @@ def _intend(
     return slots
 
 
-async def _make(node: Node, backend: Backend, resolved: Resolved, slots: list[Box | OpenDSecError], action: Action[CreateResponse]) -> None:
+async def _make(
+    node: Node,
+    backend: Backend,
+    resolved: Resolved,
+    slots: list[Box | OpenDSecError],
+    action: Action[CreateResponse],
+    *,
+    base: SnapshotRecord | None = None,
+) -> None:
     """Have the backend make all that was admitted. What became of each is journaled as it comes, the action's result with the last."""
     boxes = [slot for slot in slots if isinstance(slot, Box)]
     place = {box.id: index for index, box in enumerate(slots) if isinstance(box, Box)}
@@ -151,7 +184,7 @@ async def _make(node: Node, backend: Backend, resolved: Resolved, slots: list[Bo
 
     async def make(chunk: list[Box]) -> None:
         nonlocal left
-        placements = [_placement(box, resolved) for box in chunk]
+        placements = [_placement(box, resolved, base) for box in chunk]
         made: Sequence[Handle | BaseException]
         async with limit:
             try:
@@ -187,7 +220,7 @@ def _blame(node: Node, box: Box, error: BaseException) -> OpenDSecError:
     return Internal(f"creating a sandbox failed: {type(error).__name__}; the edge's log tells more", data={"sandbox_id": box.id})
 
 
-def _replay(node: Node, recorded: CreateResponse) -> CreateResponse:
+def replay(node: Node, recorded: CreateResponse) -> CreateResponse:
     """The recorded slots, each sandbox as it is now."""
     slots = []
     for slot in recorded.slots:
@@ -196,7 +229,17 @@ def _replay(node: Node, recorded: CreateResponse) -> CreateResponse:
     return CreateResponse(tuple(slots))
 
 
-def _placement(box: Box, resolved: Resolved) -> Placement:
+def options_of(spec: Spec) -> VmOptions | None:
+    """What only a machine can be asked for; None for a container."""
+    if not isinstance(spec, Machine):
+        return None
+    if not isinstance(spec, VM):
+        return VmOptions(hardware_required=spec.hardware_virtualization)
+    width, height = spec.pixels() or (0, 0)
+    return VmOptions(hardware_required=spec.hardware_virtualization, profile=spec.profile, width=width, height=height)
+
+
+def _placement(box: Box, resolved: Resolved, base: SnapshotRecord | None) -> Placement:
     template = box.template
     return Placement(
         sandbox_id=box.id,
@@ -208,6 +251,8 @@ def _placement(box: Box, resolved: Resolved) -> Placement:
         user=template.user,
         workdir=template.workdir,
         hostname=template.spec.hostname or box.id.replace("_", "-"),
+        vm=options_of(template.spec),
+        snapshot=base,
     )
 
 

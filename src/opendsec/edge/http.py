@@ -29,6 +29,7 @@ Send: TypeAlias = Callable[[Message], Awaitable[None]]
 S = TypeVar("S", bound=msgspec.Struct)
 T = TypeVar("T")
 
+NDJSON = b"application/x-ndjson"
 SWALLOW_BYTES = 1 << 20  # of a refused request's body: as much is read to keep the connection, if the client said that it is no more
 LINGER_BYTES = 64 << 20  # as much is read, or for so long, of a body that goes on after its refusal
 LINGER_S = 10.0
@@ -60,13 +61,13 @@ class Lines:
 
 
 class Duplex:
-    """Chunks of NDJSON lines that begin while the request's body is still read. The generator reads the body itself and notices when the
-    client goes away (Disconnected); it is closed in each case."""
+    """Chunks, such as of NDJSON lines, that begin while the request's body is still read. The generator reads the body itself and notices
+    when the client goes away (Disconnected); it is closed in each case."""
 
-    __slots__ = ("chunks",)
+    __slots__ = ("chunks", "content_type")
 
-    def __init__(self, chunks: AsyncGenerator[bytes, None]) -> None:
-        self.chunks = chunks
+    def __init__(self, chunks: AsyncGenerator[bytes, None], *, content_type: bytes = NDJSON) -> None:
+        self.chunks, self.content_type = chunks, content_type
 
 
 Answer: TypeAlias = msgspec.Struct | Raw | Lines | Duplex | None

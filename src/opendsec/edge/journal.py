@@ -37,6 +37,7 @@ from opendsec.edge.tables import (
     MemberRow,
     Retention,
     SandboxRow,
+    SnapshotRow,
 )
 
 CHECKPOINT_CHANGES = 5_000  # rows; some 16 KiB of WAL each, at most
@@ -45,7 +46,8 @@ Value: TypeAlias = str | bytes | int | float | None
 
 _INSERT_SANDBOX = f"INSERT INTO sandboxes VALUES ({','.join('?' * len(SandboxRow.__struct_fields__))})"
 _UPDATE_SANDBOX = (
-    "UPDATE sandboxes SET state = ?, held = ?, expires_at = ?, used_at = ?, busy = ?, ended_at = ?, message = ?, record = ? WHERE id = ?"
+    "UPDATE sandboxes SET state = ?, held = ?, expires_at = ?, used_at = ?, busy = ?, ended_at = ?, message = ?, record = ?, turning = ?"
+    " WHERE id = ?"
 )
 
 
@@ -178,7 +180,7 @@ class Journal:
         """Write what changes in a sandbox's life."""
         self._write(
             _UPDATE_SANDBOX,
-            (row.state, row.held, row.expires_at, row.used_at, row.busy, row.ended_at, row.message, row.record, row.id),
+            (row.state, row.held, row.expires_at, row.used_at, row.busy, row.ended_at, row.message, row.record, row.turning, row.id),
         )
 
     def sandboxes(self) -> list[SandboxRow]:
@@ -259,13 +261,18 @@ class Journal:
         rows = self._db.execute("SELECT * FROM commands WHERE sandbox_id = ? ORDER BY id", (sandbox_id,))
         return [msgspec.convert(row, CommandRow, strict=False) for row in rows]
 
-    def commands_under_way(self) -> frozenset[str]:
-        """Process ids of commands that were begun and whose end is not known."""
-        return frozenset(process_id for (process_id,) in self._db.execute("SELECT process_id FROM commands WHERE ended_at IS NULL"))
+    def commands_under_way(self, sandbox_id: str | None = None) -> frozenset[str]:
+        """Process ids of commands, of all or of one sandbox, that were begun and whose end is not known."""
+        sql = "SELECT process_id FROM commands WHERE ended_at IS NULL AND (?1 IS NULL OR sandbox_id = ?1)"
+        return frozenset(process_id for (process_id,) in self._db.execute(sql, (sandbox_id,)))
 
-    def end_all_commands(self, at: float) -> int:
-        """At start: what an earlier edge ran has ended unknown. How many there were."""
-        return self._write("UPDATE commands SET ended_at = ? WHERE ended_at IS NULL", (at,))
+    def end_all_commands(self, at: float, sandbox_id: str | None = None) -> int:
+        """At start: what an earlier edge ran has ended unknown; not yet what is in a paused sandbox, which is ended when that is resumed:
+        then with the sandbox's id. How many there were."""
+        if sandbox_id is not None:
+            return self._write("UPDATE commands SET ended_at = ? WHERE ended_at IS NULL AND sandbox_id = ?", (at, sandbox_id))
+        elsewhere = "sandbox_id NOT IN (SELECT id FROM sandboxes WHERE state = 'paused')"
+        return self._write(f"UPDATE commands SET ended_at = ? WHERE ended_at IS NULL AND {elsewhere}", (at,))
 
     # --- pools ---------------------------------------------------------------------------------------------------------
 
@@ -293,6 +300,23 @@ class Journal:
     def members(self) -> list[MemberRow]:
         rows = self._db.execute("SELECT * FROM members ORDER BY started_at")
         return [msgspec.convert(row, MemberRow, strict=False) for row in rows]
+
+    # --- snapshots -----------------------------------------------------------------------------------------------------
+
+    def put_snapshot(self, row: SnapshotRow) -> None:
+        """The intent to make one, and later what it is."""
+        values = msgspec.structs.astuple(row)
+        sql = "INSERT INTO snapshots VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET record = excluded.record"
+        self._write(sql, values)
+
+    def drop_snapshot(self, snapshot_id: str) -> None:
+        """Nothing is left of it."""
+        self._write("DELETE FROM snapshots WHERE id = ?", (snapshot_id,))
+
+    def snapshots(self) -> list[SnapshotRow]:
+        """The oldest first."""
+        rows = self._db.execute("SELECT * FROM snapshots ORDER BY created_at, id")
+        return [msgspec.convert(row, SnapshotRow, strict=False) for row in rows]
 
     # --- events --------------------------------------------------------------------------------------------------------
 
@@ -339,7 +363,8 @@ class Journal:
                 "DELETE FROM commands WHERE ended_at IS NOT NULL AND id <= (SELECT max(id) FROM commands) - ?", (keep.commands,)
             )
             self._db.execute("DELETE FROM events WHERE seq <= (SELECT max(seq) FROM events) - ?", (keep.events,))
-            self._db.execute("DELETE FROM templates WHERE id NOT IN (SELECT template FROM sandboxes)")
+            used = "SELECT template FROM sandboxes UNION SELECT template FROM snapshots"
+            self._db.execute(f"DELETE FROM templates WHERE id NOT IN ({used})")
         return [row[0] for row in old]
 
 

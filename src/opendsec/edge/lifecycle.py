@@ -5,7 +5,10 @@ No await, clock, socket or path in here: times come in with the events, work goe
 became of it back as further events.
 
     creating ──Created──▶ running ──KillRequested, TTL──▶ stopping ──Destroyed──▶ stopped
-        │                    └──Died───────────────────▶ lost (its remains are cleared away; it stays lost)
+        │                 │ ▲└──Died───────────────────▶ lost (its remains are cleared away; it stays lost)
+        │            Paused Resumed
+        │                 ▼ │
+        │                paused ──KillRequested, ttl_s──▶ stopping
         └──CreateFailed──▶ stopped
 
 `held` says whether the sandbox still occupies anything of the host (uid range, promised memory and disk, cgroups). It turns false
@@ -15,6 +18,11 @@ Deadlines. `expires_at` is absolute. The idle deadline exists only while nothing
 and requests in flight) and lies `ttl_idle_s` after the last use. One timer serves both, and it is lazy: a use moves the deadline but
 not the timer, and a timer that fires too early is set anew. So a use costs no timer operation, and a wall clock that jumps is noticed
 when the timer fires.
+
+Pausing. While it is being paused it is still `running`, while it is being resumed still `paused`; `pending` tells. What comes in between
+waits for the outcome: a kill, a deadline, and whoever wants to talk to it. A paused sandbox is never idle, and `busy` goes on counting
+(commands survive a pause, and those who wait for them wait on). Both intents are saved: an edge that comes after a crash in between finds
+the sandbox running, or what is stored of it.
 """
 
 from __future__ import annotations
@@ -27,7 +35,9 @@ from msgspec.structs import replace
 from opendsec.api.sandboxes import SandboxState
 
 RETRY_S = (1.0, 60.0)  # between attempts to destroy: doubles from the first to the last
-LIVING: frozenset[SandboxState] = frozenset(("creating", "running", "stopping"))
+LIVING: frozenset[SandboxState] = frozenset(("creating", "running", "paused", "stopping"))
+Turning = Literal["", "pause", "resume"]
+Pending = Literal["", "create", "adopt", "destroy", "pause", "resume"]
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,8 +52,15 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     held: bool = True
     timer_at: float | None = None  # what the node's timer is set to
     failures: int = 0  # of destroying it
-    pending: Literal["", "create", "adopt", "destroy"] = ""  # the instruction whose end the node has not told yet
+    pending: Pending = ""  # the instruction whose end the node has not told yet
     message: str = ""
+
+    @property
+    def turning(self) -> Turning:
+        """What the journal is to know of `pending`."""
+        if self.phase in ("running", "paused") and (self.pending == "pause" or self.pending == "resume"):
+            return self.pending
+        return ""
 
     @property
     def idle_expires_at(self) -> float | None:
@@ -93,6 +110,38 @@ class DestroyFailed(msgspec.Struct, frozen=True):
     message: str
 
 
+class PauseRequested(msgspec.Struct, frozen=True):
+    at: float
+
+
+class Paused(msgspec.Struct, frozen=True):
+    at: float
+
+
+class PauseFailed(msgspec.Struct, frozen=True):
+    """It runs on, unless it was `lost`."""
+
+    at: float
+    message: str
+    lost: bool = False
+
+
+class ResumeRequested(msgspec.Struct, frozen=True):
+    at: float
+
+
+class Resumed(msgspec.Struct, frozen=True):
+    at: float
+
+
+class ResumeFailed(msgspec.Struct, frozen=True):
+    """It stays paused, unless it was `lost`."""
+
+    at: float
+    message: str
+    lost: bool = False
+
+
 class TimerFired(msgspec.Struct, frozen=True):
     """`ttl_elapsed`, perhaps: the state decides whether a deadline has really passed."""
 
@@ -119,8 +168,31 @@ class Adopted(msgspec.Struct, frozen=True):
     at: float
 
 
+class FoundPaused(msgspec.Struct, frozen=True):
+    """An earlier edge was pausing or resuming it, and it does not run: what is stored of it can be resumed."""
+
+    at: float
+
+
 Event: TypeAlias = (
-    Created | CreateFailed | Died | KillRequested | Destroyed | DestroyFailed | TimerFired | UseStarted | UseEnded | Restarted | Adopted
+    Created
+    | CreateFailed
+    | Died
+    | KillRequested
+    | Destroyed
+    | DestroyFailed
+    | PauseRequested
+    | Paused
+    | PauseFailed
+    | ResumeRequested
+    | Resumed
+    | ResumeFailed
+    | TimerFired
+    | UseStarted
+    | UseEnded
+    | Restarted
+    | Adopted
+    | FoundPaused
 )
 
 # --- instructions: what to do ------------------------------------------------------------------------------------------
@@ -132,6 +204,14 @@ class Create(msgspec.Struct, frozen=True):
 
 class Adopt(msgspec.Struct, frozen=True):
     """Ends with Adopted or Died."""
+
+
+class Pause(msgspec.Struct, frozen=True):
+    """Ends with Paused or PauseFailed."""
+
+
+class Resume(msgspec.Struct, frozen=True):
+    """Ends with Resumed or ResumeFailed."""
 
 
 class Destroy(msgspec.Struct, frozen=True):
@@ -163,7 +243,7 @@ class Emit(msgspec.Struct, frozen=True):
     message: str = ""
 
 
-Instruction: TypeAlias = Create | Adopt | Destroy | Release | Save | SaveSoon | SetTimer | CancelTimer | Emit
+Instruction: TypeAlias = Create | Adopt | Pause | Resume | Destroy | Release | Save | SaveSoon | SetTimer | CancelTimer | Emit
 Step: TypeAlias = tuple[State, list[Instruction]]
 
 
@@ -198,13 +278,27 @@ def handle(state: State, event: Event) -> Step:
             again_at = at + min(RETRY_S[0] * 2.0 ** min(state.failures, 16), RETRY_S[1])
             state = replace(state, pending="", failures=state.failures + 1, timer_at=again_at)
             return state, [SetTimer(again_at), Emit("sandbox.destroy_failed", message)]
-        case Restarted(at) if not state.pending:
+        case PauseRequested() if state.phase == "running" and not state.pending:
+            return replace(state, pending="pause"), [Save(), Pause()]
+        case Paused(at) if state.pending == "pause":
+            return _turned(replace(state, used_at=max(at, state.used_at)), at, "paused", "sandbox.paused")
+        case PauseFailed(at, message, lost) if state.pending == "pause":
+            return _turned(state, at, "running", "sandbox.pause_failed", message, lost=lost)
+        case ResumeRequested() if state.phase == "paused" and not state.pending:
+            return replace(state, pending="resume"), [Save(), Resume()]
+        case Resumed(at) if state.pending == "resume":
+            return _turned(replace(state, used_at=max(at, state.used_at)), at, "running", "sandbox.resumed")
+        case ResumeFailed(at, message, lost) if state.pending == "resume":
+            return _turned(state, at, "paused", "sandbox.resume_failed", message, lost=lost)
+        case FoundPaused(at) if state.pending == "adopt":
+            return _turned(state, at, "paused", "sandbox.paused")
+        case Restarted(at) if state.pending in ("", "pause", "resume"):
             return _restarted(state, at)
     return state, []
 
 
 def _use(state: State, event: UseStarted | UseEnded) -> Step:
-    if state.phase != "running":
+    if state.phase not in ("running", "paused"):
         return state, []
     # A wall clock that was set back must not bring the deadline nearer.
     used_at = max(state.used_at, event.at)
@@ -214,6 +308,8 @@ def _use(state: State, event: UseStarted | UseEnded) -> Step:
         return state, []
     if busy:
         return state, [SaveSoon()] if busy == 1 else []
+    if state.pending:  # the timer is seen to with the outcome
+        return state, [SaveSoon()]
     state, instructions = _arm(state)
     return state, [SaveSoon(), *instructions]
 
@@ -227,7 +323,7 @@ def _arm(state: State) -> Step:
 
 
 def _timer(state: State, at: float) -> Step:
-    if state.phase == "running" and not state.pending:
+    if state.phase in ("running", "paused") and not state.pending:
         deadline = state.deadline()
         if deadline is None:
             return state, []
@@ -253,8 +349,26 @@ def _live(state: State, at: float, kind: str) -> Step:
     return state, [*instructions, Emit(kind)]
 
 
+def _turned(state: State, at: float, phase: SandboxState, kind: str, message: str = "", *, lost: bool = False) -> Step:
+    """Pausing or resuming has ended, with the sandbox in `phase`."""
+    if state.phase == "stopping":  # it was killed in the meantime
+        return replace(state, pending="destroy"), [Destroy()]
+    if lost:
+        return _end(state, "lost", message, [Emit("sandbox.lost", message)])
+    state = replace(state, phase=phase, pending="")
+    deadline = state.deadline()
+    if deadline is not None and at >= deadline:
+        state, instructions = _timer(state, at)
+    else:
+        state, instructions = _arm(state)
+        instructions.insert(0, Save())
+    return state, [*instructions, Emit(kind, message)]
+
+
 def _died(state: State, message: str) -> Step:
-    if state.phase == "running":
+    if state.pending in ("pause", "resume"):  # what becomes of that tells
+        return state, []
+    if state.phase in ("running", "paused"):
         return _end(state, "lost", message, [Emit("sandbox.lost", message)])
     if state.pending == "adopt":  # killed while it was being looked for: there is no handle, but perhaps remains
         return replace(state, pending="destroy"), [Destroy()]
@@ -262,9 +376,9 @@ def _died(state: State, message: str) -> Step:
 
 
 def _kill(state: State, message: str) -> Step:
-    if state.phase == "creating" or (state.phase == "running" and state.pending):
+    if state.phase == "creating" or (state.phase in ("running", "paused") and state.pending):
         return replace(state, phase="stopping", message=message), [Save()]  # destroyed as soon as it is there
-    if state.phase == "running":
+    if state.phase in ("running", "paused"):
         return _end(state, "stopping", message, [])
     return state, []
 
@@ -286,8 +400,11 @@ def _restarted(state: State, at: float) -> Step:
     state = replace(state, used_at=max(at, state.used_at) if state.busy else state.used_at, busy=0, timer_at=None, failures=0)
     if not state.held:
         return state, []
-    if state.phase == "running":
-        return replace(state, pending="adopt"), [Adopt()]
+    if state.phase == "running" or state.turning:
+        return replace(state, phase="running", pending="adopt"), [Adopt()]
+    if state.phase == "paused":
+        deadline = state.deadline()
+        return _timer(state, at) if deadline is not None and at >= deadline else _arm(state)
     if state.phase == "creating":
         return _end(state, "stopping", "the edge ended while it was being created", [])
     return replace(state, pending="destroy"), [Destroy()]

@@ -114,7 +114,7 @@ def heard(node: Node, event: Event) -> None:
     why = f"the content of layer {event.digest[:19]} can no longer be trusted: {event.message}"
     with node.transaction():
         for box in list(node.boxes.values()):
-            if box.state.phase == "running" and any(layer.startswith(event.digest) for layer in box.template.layers):
+            if box.state.phase in ("running", "paused") and any(layer.startswith(event.digest) for layer in box.template.layers):
                 node.apply(box, lifecycle.Died(node.clock.time(), why))
 
 

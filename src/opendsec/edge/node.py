@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from opendsec import __version__
 from opendsec.api import wire
@@ -17,18 +18,21 @@ from opendsec.api.errors import Conflict, NotFound, SandboxLost, Unavailable
 from opendsec.api.images import Collected
 from opendsec.api.sandboxes import CreateResponse, EdgeInfo, EdgeState, SandboxInfo, SandboxState
 from opendsec.api.spec import CreateRequest
-from opendsec.edge import admission, creating, lifecycle
+from opendsec.edge import admission, creating, lifecycle, pausing
 from opendsec.edge.actions import Action, Actions, request_digest
 from opendsec.edge.box import Box
 from opendsec.edge.clock import Clock
 from opendsec.edge.images import Catalog
 from opendsec.edge.journal import Journal
 from opendsec.edge.log import Log
+from opendsec.edge.snapshots import Snapshots
 from opendsec.edge.tables import Retention
 from opendsec.edge.uids import UidRanges
 from opendsec.images.store import GRACE_S
 from opendsec.observe.events import EventSink
 from opendsec.runtime.backend import Backend, Handle
+
+T = TypeVar("T")
 
 FLUSH_S = 1.0  # last uses are written this late at most; a crash in between makes an idle deadline that much early
 PRUNE_S = 300.0
@@ -65,12 +69,13 @@ class Node:
         self.flushers: list[Callable[[], None]] = []  # each writes what may be written late
         self.members: Callable[[], int] = lambda: 0  # of pools: promised memory as sandboxes are, but none of a caller's
         self.layer_users: list[Callable[[], frozenset[str]]] = []  # digests that others than sandboxes use
+        self.snapshots = Snapshots(self)
         self._retention, self._scratch_driver = retention, scratch_driver
         self._dirty: set[Box] = set()
         self._closed = False
         self._flush_timer: asyncio.TimerHandle | None = None
         self._prune_timer: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
 
     # --- the machine's driver ----------------------------------------------------------------------------------------
 
@@ -96,11 +101,15 @@ class Node:
                     if box.timer is not None:
                         box.timer.cancel()
                         box.timer = None
+                case lifecycle.Pause():
+                    pausing.begin_pause(self, box)
+                case lifecycle.Resume():
+                    pausing.begin_resume(self, box)
                 case lifecycle.Destroy():
                     self.spawn(self._destroy(box))
                 case lifecycle.Release():
                     self.uids.give_back(box.uid_base)
-                    self.promised = self.promised.minus(box.promise)
+                    self.promised = self.promised.minus(box.charged)
                     box.handle = None
                     for let_go in self.on_destroyed:
                         let_go(box)
@@ -163,11 +172,12 @@ class Node:
         except Exception as error:
             self.log.error("journal.no_checkpoint", reason=str(error))
 
-    def spawn(self, work: Awaitable[None]) -> None:
+    def spawn(self, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
         """Run something in the background; `close` waits for it."""
-        task = asyncio.ensure_future(work)
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _destroy(self, box: Box) -> None:
         for begin in self.on_destroy:
@@ -213,9 +223,22 @@ class Node:
             self.journal.update_sandbox(box.row())
             self._dirty.discard(box)
 
+    def charge(self, box: Box, promise: admission.Promise) -> None:
+        """Count this for the sandbox from now on."""
+        before, after = box.charged, promise
+        self.promised = admission.Promised(
+            self.promised.memory_bytes - before.memory_bytes + after.memory_bytes,
+            self.promised.disk_bytes - before.disk_bytes + after.disk_bytes,
+            self.promised.sandboxes,
+        )
+        box.charged = promise
+
     def hold(self, box: Box, handle: Handle) -> None:
         """Keep a backend's handle and hear of the sandbox's death."""
+        known = box.handle is handle  # it was paused, and is resumed
         box.hold(handle)
+        if known:
+            return
 
         def died(future: asyncio.Future[str]) -> None:
             if not future.cancelled() and box.handle is handle and not self._closed:

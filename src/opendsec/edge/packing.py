@@ -19,6 +19,7 @@ from opendsec.api.references import pack_names
 from opendsec.api.spec import Limits
 from opendsec.edge.actions import Action, request_digest
 from opendsec.edge.box import Box
+from opendsec.edge.pausing import awake
 from opendsec.images import lint
 from opendsec.images.build import make_layer
 from opendsec.images.names import LayerName
@@ -44,10 +45,10 @@ async def pack(node: Node, sandbox_id: str, request: PackRequest) -> PackResult:
     node.box(sandbox_id)  # it may have ended since it was packed: a repeated action id gets what was recorded
 
     async def work(action: Action[PackResult]) -> PackResult:
-        box, handle = node.running(sandbox_id)
+        box = node.box(sandbox_id)
         if len(box.template.layers) >= MAX_LAYERS:
             raise InvalidRequest(f"the sandbox has {MAX_LAYERS} layers already, and no sandbox may have more", field="name")
-        with node.use(box):
+        async with awake(node, sandbox_id) as (box, handle):
             action.begin("", node.clock.time())
             return await _pack(node, box, handle, request, name, image_name)
 

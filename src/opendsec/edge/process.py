@@ -63,6 +63,8 @@ class Process:
         "_done",
         "_dying",
         "_holding",
+        "_left_s",
+        "_timeout_at",
         "exit",
         "_pins",
         "_readers",
@@ -117,6 +119,8 @@ class Process:
         self._sent: frozenset[int] = frozenset()
         self._start: asyncio.Future[Running] | None = None
         self._timeout: Timer | None = None
+        self._timeout_at = 0.0  # by the monotonic clock
+        self._left_s: float | None = None  # until the time-out, while the sandbox is paused
         self._dying: Timer | None = None
         self.exit = Exit()
         self.verdict = Verdict("unknown", (), "")
@@ -133,7 +137,7 @@ class Process:
         from here, and what stops the command stops its start."""
         self._start = start
         if self.timeout_s is not None:
-            self._timeout = self.table.clock.call_later(self.timeout_s, self._on_timeout)
+            self._set_timeout(self.timeout_s)
 
     def begin(self, running: Running, readers: tuple[Reader, ...], stdin: Writer | None) -> None:
         """It has started, or it could not."""
@@ -146,7 +150,7 @@ class Process:
         self._start = None
         self.started_monotonic = self.table.clock.monotonic()
         if self.timeout_s is not None and self._timeout is None:
-            self._timeout = self.table.clock.call_later(self.timeout_s, self._on_timeout)
+            self._set_timeout(self.timeout_s)
         if self.cause is not None:
             self._kill()  # it was stopped before it had started
 
@@ -197,6 +201,26 @@ class Process:
         assert self.control is not None
         self.control.kill_tree()
         self._dying = self.table.clock.call_later(DYING_S, self._on_not_dying)
+
+    def _set_timeout(self, seconds: float) -> None:
+        self._timeout_at = self.table.clock.monotonic() + seconds
+        self._timeout = self.table.clock.call_later(seconds, self._on_timeout)
+
+    def suspend(self) -> None:
+        """The sandbox has been paused: its time stands still."""
+        if self._timeout is not None:
+            self._timeout.cancel()
+            self._timeout = None
+            self._left_s = max(0.0, self._timeout_at - self.table.clock.monotonic())
+        if self._dying is not None:
+            self._dying.cancel()
+
+    def go_on(self) -> None:
+        if self._left_s is not None and not self.ended:
+            self._set_timeout(self._left_s)
+        self._left_s = None
+        if self._dying is not None and not self.ended:
+            self._dying = self.table.clock.call_later(DYING_S, self._on_not_dying)
 
     def _on_timeout(self) -> None:
         self.stop("timed_out", f"killed with all it had started, after {self.timeout_s:g} s")

@@ -22,7 +22,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from signal import SIGKILL
 from typing import Protocol
 
@@ -91,12 +92,19 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessTable:
-    """The commands of one sandbox. `on_active(n)` is told how many run whenever that changes."""
+    """The commands of one sandbox. `on_active(n)` is told how many run whenever that changes; within `awake` it is not paused."""
 
     def __init__(
-        self, execution: Execution, handle: Handle, defaults: Defaults, *, on_active: Callable[[int], None] = lambda count: None
+        self,
+        execution: Execution,
+        handle: Handle,
+        defaults: Defaults,
+        *,
+        on_active: Callable[[int], None] = lambda count: None,
+        awake: Callable[[], AbstractAsyncContextManager[object]] = nullcontext,
     ) -> None:
         self.execution, self.handle, self.defaults = execution, handle, defaults
+        self._awake = awake
         self.clock, self.retention = execution.clock, execution.retention
         self.sandbox_id, self.limits = handle.sandbox_id, handle.record.limits
         self.shelf = self.retention.shelf()
@@ -198,7 +206,7 @@ class ProcessTable:
                         theirs.append(other)
                     stdout, stderr = theirs[-2:]
                 plan = self.plan(command, process.id)
-                start = asyncio.ensure_future(self.handle.exec(plan, stdin=stdin, stdout=stdout, stderr=stderr))
+                start = asyncio.ensure_future(self.exec(plan, stdin=stdin, stdout=stdout, stderr=stderr))
                 process.starting(start)
                 running = await start
             finally:
@@ -220,6 +228,13 @@ class ProcessTable:
             return
         self._connect(process, command, running, ours, wants_stdin)
         self.execution.emit("exec.started", self.sandbox_id, process_id=process.id, command=process.text, action_id=process.action_id)
+
+    async def exec(
+        self, plan: ExecPlan, *, stdin: int | None, stdout: int | None, stderr: int | None, extra: Sequence[int] = ()
+    ) -> Running:
+        """As `Handle.exec`, whether it is paused or not."""
+        async with self._awake():
+            return await self.handle.exec(plan, stdin=stdin, stdout=stdout, stderr=stderr, extra=extra)
 
     def _connect(self, process: Process, command: Command, running: Running, ours: list[int], wants_stdin: bool) -> None:
         poller = self.execution.poller
@@ -252,6 +267,18 @@ class ProcessTable:
             os.close(running.terminal)
         running.kill_tree()
         self.execution.spawn(running.release())
+
+    # --- pause -----------------------------------------------------------------------------------------------------
+
+    def suspend(self) -> None:
+        """The sandbox has been paused: no time passes for its commands."""
+        for process in self._open:
+            process.suspend()
+
+    def go_on(self) -> None:
+        """It has been resumed."""
+        for process in self._open:
+            process.go_on()
 
     # --- end -------------------------------------------------------------------------------------------------------
 

@@ -4,8 +4,11 @@
 running in the journal, alive          adopted; its timers are set anew, an elapsed one ends it at once; commands that were under way
                                        are ended, what ended ones left running lives on
 running in the journal, gone           lost (all of them after a reboot); remains cleared
+paused in the journal                  stays so; its commands are ended when it is resumed
+being paused or resumed                running, as far as it can be
 half made, half destroyed              cleared
 on the machine, not in the journal     cleared
+snapshot half made, or for a fork      removed
 action pending                         settled: a create tells which of its sandboxes live, everything else is `unknown`
 """
 
@@ -20,11 +23,13 @@ from opendsec.api.exec import ExecResult, ProcessInfo
 from opendsec.api.sandboxes import CreateResponse, Slot
 from opendsec.edge import lifecycle
 from opendsec.edge.actions import COMMANDS
+from opendsec.edge.admission import Promise
 from opendsec.edge.box import Box, Template
 from opendsec.edge.commands import UNKNOWN
 from opendsec.edge.creating import REFUSED
 from opendsec.edge.node import Node
-from opendsec.edge.tables import ActionRow
+from opendsec.edge.snapshots import clear_unfinished
+from opendsec.edge.tables import ActionRow, SnapshotRow
 
 AT_ONCE = 32  # sandboxes adopted or cleared side by side
 
@@ -32,7 +37,7 @@ AT_ONCE = 32  # sandboxes adopted or cleared side by side
 async def reconcile(node: Node, boot_id: str) -> None:
     """Bring the node and the machine together. Raises only what makes starting impossible: an unreadable journal."""
     rebooted = node.journal.meta("boot_id") not in (None, boot_id)
-    _load(node)
+    half_made = _load(node)
     node.journal.set_meta("boot_id", boot_id)
     slots = asyncio.Semaphore(AT_ONCE)
     held = [box for box in node.boxes.values() if box.state.held]
@@ -46,48 +51,68 @@ async def reconcile(node: Node, boot_id: str) -> None:
                     await backend.clear(sandbox_id, None)
                 except Exception as error:
                     node.log.error("reconcile.not_cleared", sandbox_id=sandbox_id, reason=str(error))
+    await clear_unfinished(node, half_made)
     _settle(node)
     await node.actions.clear_orphans()
 
 
-def _load(node: Node) -> None:
+def _load(node: Node) -> list[SnapshotRow]:
+    """All that the journal has; snapshots that are to be removed."""
     templates = {key: msgspec.json.decode(body, type=Template) for key, body in node.journal.templates().items()}
     for row in node.journal.sandboxes():
         box = Box.from_row(row, templates[row.template])
         node.boxes[box.id] = box
         if box.state.held:
             node.uids.reserve(box.uid_base)
-            node.promised = node.promised.plus(box.promise)
+            node.promised = node.promised.plus(box.charged)
+    snapshots = node.journal.snapshots()
+    node.snapshots.load([row for row in snapshots if row.kept and row.record is not None], templates)
+    return [row for row in snapshots if not row.kept or row.record is None]
 
 
 async def _resume(node: Node, box: Box, slots: asyncio.Semaphore, rebooted: bool, cut: frozenset[str]) -> None:
     async with slots:
+        turning = box.state.turning
         box.state, instructions = lifecycle.handle(box.state, lifecycle.Restarted(node.clock.time()))
+        box.adopted = True
         if instructions == [lifecycle.Adopt()]:
-            await _adopt(node, box, rebooted, cut)
+            await _adopt(node, box, rebooted, cut, turning)
         else:
             node.execute(box, instructions)
-        if box.state.phase != "running":
+        if box.state.phase not in ("running", "paused"):
             await box.wait_ended()
 
 
-async def _adopt(node: Node, box: Box, rebooted: bool, cut: frozenset[str]) -> None:
+async def _adopt(node: Node, box: Box, rebooted: bool, cut: frozenset[str], turning: lifecycle.Turning) -> None:
     backend = node.backends.get(box.backend)
     try:
-        if rebooted:
+        if rebooted and not turning:
             raise Unavailable("the machine was restarted")
         if box.template.own:
             raise Unavailable("the edge ended, and what it was made for with it")
         if backend is None or box.record is None:
             raise Unavailable("the edge no longer has what is needed to find it")
-        handle = await backend.adopt(box.record, cut=cut)
+        if turning == "resume":
+            handle = await backend.resume(box.record, cut=cut)
+        else:
+            handle = await backend.adopt(box.record, cut=cut)
+    except Unavailable as error:
+        if turning == "resume":
+            node.charge(box, Promise(0, box.promise.disk_bytes))
+            node.apply(box, lifecycle.FoundPaused(node.clock.time()))
+            return
+        _lose(node, box, error)
+        return
     except Exception as error:
-        node.log.warning("reconcile.lost", sandbox_id=box.id, reason=f"{type(error).__name__}: {error}")
-        node.apply(box, lifecycle.Died(node.clock.time(), str(error)))
+        _lose(node, box, error)
         return
     node.hold(box, handle)
-    box.adopted = True
     node.apply(box, lifecycle.Adopted(node.clock.time()))
+
+
+def _lose(node: Node, box: Box, error: Exception) -> None:
+    node.log.warning("reconcile.lost", sandbox_id=box.id, reason=f"{type(error).__name__}: {error}")
+    node.apply(box, lifecycle.Died(node.clock.time(), str(error)))
 
 
 def _settle(node: Node) -> None:
@@ -100,7 +125,7 @@ def _settle(node: Node) -> None:
 
 
 def _outcome(node: Node, row: ActionRow) -> bytes:
-    if row.kind == "create":
+    if row.kind in ("create", "fork"):
         return msgspec.json.encode(CreateResponse(tuple(_slot(node, sandbox_id) for sandbox_id in row.detail.split())))
     lost = ExecResult(outcome="unknown", process_id=row.detail, action_id=row.action_id, message=UNKNOWN)
     if row.kind in COMMANDS:

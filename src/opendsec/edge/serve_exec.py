@@ -63,7 +63,7 @@ class ExecRoutes:
 
     async def wait(self, request: Request) -> ExecResult:
         sandbox_id, process_id = request.params
-        box, _ = self._commands.table(sandbox_id)
+        box, _ = self._commands.seen(sandbox_id)
         timeout_s = request.number("timeout_s", TIMEOUT_S)
         with self._node.use(box):
             return await request.while_wanted(self._commands.wait(sandbox_id, process_id, timeout_s))
@@ -72,11 +72,11 @@ class ExecRoutes:
         stdout_offset = request.integer("stdout_offset", OFFSET) or 0
         stderr_offset = request.integer("stderr_offset", OFFSET) or 0
         sandbox_id, process_id = request.params
-        return Lines(self._commands.attach(sandbox_id, process_id, stdout_offset, stderr_offset, hold=request.flag("hold")))
+        return Lines(await self._commands.attach(sandbox_id, process_id, stdout_offset, stderr_offset, hold=request.flag("hold")))
 
     async def stdin(self, request: Request) -> None:
         close = request.flag("close")
-        box, table = self._commands.table(request.params[0])
+        box, table = await self._commands.table(request.params[0])
         process = table.get(request.params[1])
         with self._node.use(box):
             request.intent.begin()
@@ -87,7 +87,7 @@ class ExecRoutes:
     async def signal(self, request: Request) -> ProcessInfo:
         wanted = await request.json(SignalRequest)
         wanted.check()
-        box, table = self._commands.table(request.params[0])
+        box, table = await self._commands.table(request.params[0])
         table.get(request.params[1])
         with self._node.use(box):
             request.intent.begin()
@@ -96,7 +96,7 @@ class ExecRoutes:
     async def resize(self, request: Request) -> ProcessInfo:
         size = await request.json(Pty)
         size.check()
-        box, table = self._commands.table(request.params[0])
+        box, table = await self._commands.table(request.params[0])
         table.get(request.params[1])
         with self._node.use(box):
             request.intent.begin()
@@ -110,7 +110,7 @@ class ExecRoutes:
         return await self._commands.open_session(request.params[0], wanted)
 
     async def session(self, request: Request) -> SessionInfo:
-        _, sessions = self._commands.sessions(request.params[0])
+        _, sessions = await self._commands.sessions(request.params[0])
         return sessions.info(request.params[1])
 
     async def run_in_session(self, request: Request) -> ExecResult:
@@ -120,7 +120,7 @@ class ExecRoutes:
 
     async def close_session(self, request: Request) -> SessionInfo:
         await request.no_body()
-        box, sessions = self._commands.sessions(request.params[0])
+        box, sessions = await self._commands.sessions(request.params[0])
         sessions.get(request.params[1])
         with self._node.use(box):
             request.intent.begin()

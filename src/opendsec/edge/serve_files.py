@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Generic, Protocol, TypeVar
@@ -23,6 +23,7 @@ from opendsec.edge.actions import Action, request_digest
 from opendsec.edge.box import Box
 from opendsec.edge.http import Disconnected, Handler, Lines, Raw, Request
 from opendsec.edge.node import Node
+from opendsec.edge.pausing import awake, talking, wake
 from opendsec.runtime.backend import FileAccess, FileReader, FileWriter
 
 PIECE_BYTES = 1 << 20
@@ -78,40 +79,39 @@ class FileRoutes:
             await asyncio.wait((future,))
             raise
 
-    @contextlib.contextmanager
-    def _files(self, request: Request) -> Iterator[tuple[Box, FileAccess]]:
-        box, handle = self._node.running(request.params[0])
-        with self._node.use(box):
+    @contextlib.asynccontextmanager
+    async def _files(self, request: Request) -> AsyncIterator[tuple[Box, FileAccess]]:
+        async with awake(self._node, request.params[0]) as (box, handle):
             yield box, handle.files
 
     # --- small things ----------------------------------------------------------------------------------------------------
 
     async def stat(self, request: Request) -> FileInfo:
         path, follow = request.path("path"), "follow" not in request.query or request.flag("follow")
-        with self._files(request) as (_, files):
+        async with self._files(request) as (_, files):
             return await self._call(lambda: files.stat(path, follow=follow))
 
     async def list(self, request: Request) -> FileList:
         path = request.path("path")
-        with self._files(request) as (_, files):
+        async with self._files(request) as (_, files):
             return FileList(tuple(await self._call(lambda: files.list(path))))
 
     async def mkdir(self, request: Request) -> FileInfo:
         path, mode, user, parents = request.path("path"), request.integer("mode", MODES, base=8), _user(request), request.flag("parents")
-        with self._files(request) as (box, files):
+        async with self._files(request) as (box, files):
             owner, bits = user or box.template.user, 0o755 if mode is None else mode
             request.intent.begin()
             return await self._call(lambda: files.mkdir(path, mode=bits, user=owner, parents=parents))
 
     async def move(self, request: Request) -> FileInfo:
         path, to = request.path("path"), request.path("to")
-        with self._files(request) as (_, files):
+        async with self._files(request) as (_, files):
             request.intent.begin()
             return await self._call(lambda: files.move(path, to))
 
     async def remove(self, request: Request) -> None:
         path, recursive = request.path("path"), request.flag("recursive")
-        with self._files(request) as (_, files):
+        async with self._files(request) as (_, files):
             request.intent.begin()
             await self._call(lambda: files.remove(path, recursive=recursive))
 
@@ -119,7 +119,7 @@ class FileRoutes:
         path, mode, user = request.path("path"), request.integer("mode", MODES, base=8), _user(request)
         if mode is None and user is None:
             raise InvalidRequest("give mode or user or both", field="mode")
-        with self._files(request) as (_, files):
+        async with self._files(request) as (_, files):
             request.intent.begin()
             return await self._call(lambda: files.chmod(path, mode=mode, user=user))
 
@@ -129,8 +129,9 @@ class FileRoutes:
         path = request.path("path")
         offset = request.integer("offset", (0, 1 << 62)) or 0
         length = request.integer("length", (0, 1 << 62))
-        box, handle = self._node.running(request.params[0])
-        files = handle.files
+        box = self._node.box(request.params[0])
+        files = (await wake(self._node, box)).files
+        hold = contextlib.ExitStack()
 
         def begin() -> tuple[FileReader, bytes, int | None]:
             """The file, the first piece, and how much there will be in all (None: read on to the end)."""
@@ -147,31 +148,37 @@ class FileRoutes:
                 reader.close()
                 raise
 
-        reader, first, total = await self._call(begin)
+        hold.enter_context(talking(self._node, box))
+        try:
+            reader, first, total = await self._call(begin)
+        except BaseException:
+            hold.close()
+            raise
+        hold.callback(reader.close)
 
         async def pieces() -> AsyncGenerator[bytes, None]:
-            with self._node.use(box):
-                yield first
-                sent = len(first)
-                end = total if total is not None else length
-                while end is None or sent < end:
-                    want = PIECE_BYTES if end is None else min(PIECE_BYTES, end - sent)
-                    piece = await self._call(partial(reader.read, offset + sent, want))
-                    if not piece:
-                        if total is not None:
-                            raise Unavailable("the file became shorter while it was read")
-                        return
-                    sent += len(piece)
-                    yield piece
+            yield first
+            sent = len(first)
+            end = total if total is not None else length
+            while end is None or sent < end:
+                want = PIECE_BYTES if end is None else min(PIECE_BYTES, end - sent)
+                piece = await self._call(partial(reader.read, offset + sent, want))
+                if not piece:
+                    if total is not None:
+                        raise Unavailable("the file became shorter while it was read")
+                    return
+                sent += len(piece)
+                yield piece
 
-        return Raw(pieces(), total, reader.close)
+        return Raw(pieces(), total, hold.close)
 
     async def write(self, request: Request) -> Written:
         path, mode, user = request.path("path"), request.integer("mode", MODES, base=8), _user(request)
         append, parents, action_id = request.flag("append"), request.flag("parents"), request.text("action_id")
         if action_id is not None:
             check_action_id(action_id)
-        box, handle = self._node.running(request.params[0])
+        box = self._node.box(request.params[0])
+        handle = await wake(self._node, box)
         files, owner, content = handle.files, box.template.user, hashlib.sha256()
         ran = False
 
@@ -192,7 +199,7 @@ class FileRoutes:
                 raise
             return _Write(size_bytes, content.digest())
 
-        with self._node.use(box):
+        with talking(self._node, box):
             parts = (box.id.encode(), path, repr((mode, user, append, parents)).encode())
             written = await self._node.actions.once(
                 action_id, work, result=_Write, kind="write", digest=lambda: request_digest("write", *parts), sandbox_id=box.id
@@ -228,8 +235,8 @@ class FileRoutes:
 
     # --- trees -----------------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _archive_slot(self) -> Iterator[None]:
+    @contextlib.asynccontextmanager
+    async def _archive_slot(self) -> AsyncIterator[None]:
         if self._archives >= ARCHIVES:
             raise Unavailable(f"{ARCHIVES} archives are being transferred already")
         self._archives += 1
@@ -240,11 +247,10 @@ class FileRoutes:
 
     async def download(self, request: Request) -> Raw:
         path = request.path("path")
-        box, handle = self._node.running(request.params[0])
-        files = handle.files
+        await wake(self._node, self._node.box(request.params[0]))
 
         async def pieces() -> AsyncGenerator[bytes, None]:
-            with self._node.use(box), self._archive_slot():
+            async with self._files(request) as (_, files), self._archive_slot():
                 ours, theirs = os.pipe2(os.O_CLOEXEC)
                 os.set_blocking(ours, False)
                 worker = _Thread(lambda: files.archive(path, theirs), closing=theirs)
@@ -260,7 +266,7 @@ class FileRoutes:
 
     async def upload(self, request: Request) -> Written:
         path, user = request.path("path"), _user(request)
-        with self._files(request) as (_, files), self._archive_slot():
+        async with self._files(request) as (_, files), self._archive_slot():
             request.intent.begin()
             theirs, ours = os.pipe2(os.O_CLOEXEC)
             os.set_blocking(ours, False)
@@ -279,8 +285,8 @@ class FileRoutes:
 
     async def watch(self, request: Request) -> Lines:
         path = request.path("path")
-        box, handle = self._node.running(request.params[0])
-        watch = await self._call(lambda: handle.files.open_watch(path))
+        async with awake(self._node, request.params[0]) as (box, handle):
+            watch = await self._call(lambda: handle.files.open_watch(path))
 
         async def events() -> AsyncGenerator[WatchEvent, None]:
             with self._node.use(box), contextlib.closing(watch):

@@ -7,6 +7,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
+import msgspec
+
 from opendsec.api.errors import InvalidRequest, NotFound
 from opendsec.api.ids import check_action_id
 from opendsec.api.sandboxes import (
@@ -20,7 +22,9 @@ from opendsec.api.sandboxes import (
     SandboxState,
     Usage,
 )
+from opendsec.api.snapshots import ForkRequest, SnapshotInfo, SnapshotList, SnapshotRequest
 from opendsec.api.spec import CreateRequest
+from opendsec.edge import pausing
 from opendsec.edge.commands import Commands
 from opendsec.edge.fn.routes import FnRoutes, Functions
 from opendsec.edge.http import Handler, Lines, Request, Router
@@ -30,6 +34,7 @@ from opendsec.edge.once import exactly_once
 from opendsec.edge.serve_exec import ExecRoutes
 from opendsec.edge.serve_files import FileRoutes
 from opendsec.edge.serve_images import ImageRoutes
+from opendsec.edge.serve_screen import ScreenRoutes
 from opendsec.policy import POLICIES
 
 STATES: frozenset[SandboxState] = LIVING | {"stopped", "lost"}
@@ -54,6 +59,12 @@ class NodeRoutes:
             "GET": self.get,
             "USAGE": self.usage,
             "KILL": self.kill,
+            "PAUSE": self.pause,
+            "RESUME": self.resume,
+            "FORK": self.fork,
+            "SNAPSHOT": self.snapshot,
+            "SNAPSHOTS": self.snapshots,
+            "SNAPSHOT_REMOVE": self.remove_snapshot,
         }
 
     # --- the edge --------------------------------------------------------------------------------------------------------
@@ -136,6 +147,10 @@ class NodeRoutes:
         return self._node.box(request.params[0]).info()
 
     async def usage(self, request: Request) -> Usage:
+        box = self._node.box(request.params[0])
+        if box.state.phase == "paused":  # looking at it does not wake it
+            used = box.used or Usage()
+            return msgspec.structs.replace(used, memory_bytes=0, pids=0)
         _, handle = self._node.running(request.params[0])
         return handle.usage()
 
@@ -146,6 +161,31 @@ class NodeRoutes:
         await request.no_body()
         return await self._node.kill(request.params[0], action_id=action_id)
 
+    # --- pause, copies ---------------------------------------------------------------------------------------------------
+
+    async def pause(self, request: Request) -> SandboxInfo:
+        await request.no_body()
+        return await pausing.pause(self._node, request.params[0], begin=request.intent.begin)
+
+    async def resume(self, request: Request) -> SandboxInfo:
+        await request.no_body()
+        return await pausing.resume(self._node, request.params[0], begin=request.intent.begin)
+
+    async def fork(self, request: Request) -> CreateResponse:
+        return await self._node.snapshots.fork(request.params[0], await request.json(ForkRequest))
+
+    async def snapshot(self, request: Request) -> SnapshotInfo:
+        return await self._node.snapshots.make(request.params[0], await request.json(SnapshotRequest))
+
+    async def snapshots(self, request: Request) -> SnapshotList:
+        return self._node.snapshots.list()
+
+    async def remove_snapshot(self, request: Request) -> SnapshotList:
+        await request.no_body()
+        self._node.snapshots.get(request.params[0], "name")
+        request.intent.begin()
+        return await self._node.snapshots.remove(request.params[0])
+
 
 class Routes:
     """The router of one node, and what stands behind it. To be closed after the last request."""
@@ -155,6 +195,7 @@ class Routes:
         self._files, self.commands = FileRoutes(node), Commands(node)
         self.node_routes = NodeRoutes(node, features, functions)
         handlers = self.node_routes.handlers() | ExecRoutes(node, self.commands).handlers() | self._files.handlers()
+        handlers |= ScreenRoutes(node).handlers()
         handlers |= ImageRoutes(node, self.commands).handlers() | FnRoutes(functions).handlers()
         self.router = Router(exactly_once(node.actions, handlers))
 

@@ -63,7 +63,7 @@ class SessionTable:
                     ours.append(end)
                     theirs.append(other)
                 stdout, stderr, *extra = theirs
-                running = await self._table.handle.exec(
+                running = await self._table.exec(
                     self._table.plan(command, session.id), stdin=None, stdout=stdout, stderr=stderr, extra=extra
                 )
             finally:

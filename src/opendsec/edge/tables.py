@@ -8,9 +8,10 @@ from typing import Literal
 import msgspec
 
 from opendsec.api.sandboxes import SandboxState
+from opendsec.edge.lifecycle import Turning
 
 APPLICATION_ID = 0x44536563  # "DSec"
-VERSION = 2
+VERSION = 3
 
 ActionState = Literal["pending", "done", "unknown"]
 
@@ -76,6 +77,20 @@ CREATE TABLE pools (name TEXT PRIMARY KEY, spec BLOB NOT NULL, declared_at REAL 
 -- Living members of all pools: what a dead edge left is cleared by these, and until then nobody else gets their uids.
 CREATE TABLE members (member_id TEXT PRIMARY KEY, pool TEXT NOT NULL, uid_base INTEGER NOT NULL, started_at REAL NOT NULL) WITHOUT ROWID;
 """,
+    3: """
+ALTER TABLE sandboxes ADD COLUMN turning TEXT NOT NULL DEFAULT '';  -- pause, resume: under way, the state is the one before
+ALTER TABLE sandboxes ADD COLUMN origin TEXT NOT NULL DEFAULT '';   -- the snapshot or sandbox that it was made of
+CREATE TABLE snapshots (
+    id TEXT PRIMARY KEY,
+    name TEXT NOT NULL UNIQUE,
+    kept INTEGER NOT NULL,          -- else it is for a fork, and goes when that is over
+    template INTEGER NOT NULL REFERENCES templates (id),
+    backend TEXT NOT NULL,
+    sandbox_id TEXT NOT NULL,
+    created_at REAL NOT NULL,
+    record BLOB                     -- runtime.backend.SnapshotRecord; NULL: it is being made
+) WITHOUT ROWID;
+""",
 }
 
 
@@ -98,6 +113,21 @@ class SandboxRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     ended_at: float | None
     message: str
     record: bytes | None
+    turning: Turning = ""
+    origin: str = ""
+
+
+class SnapshotRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A row of `snapshots`, its fields in the table's order."""
+
+    id: str
+    name: str
+    kept: bool
+    template: int
+    backend: str
+    sandbox_id: str
+    created_at: float
+    record: bytes | None = None
 
 
 class ActionRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

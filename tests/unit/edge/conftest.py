@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from opendsec.api.sandboxes import SandboxInfo
-from opendsec.api.spec import Container, CreateRequest
+from opendsec.api.spec import Container, CreateRequest, MicroVM
 from opendsec.edge.actions import Actions
 from opendsec.edge.admission import Policy
 from opendsec.edge.images import Catalog
@@ -23,6 +23,7 @@ from opendsec.edge.uids import UidRanges
 from opendsec.observe.events import EventSink
 from opendsec.testing.fakes.backend import FakeBackend, FakeMachine
 from opendsec.testing.fakes.clock import FakeClock
+from opendsec.testing.fakes.machines import FakeMachines
 from opendsec.testing.fakes.parts import IMAGE, fake_images
 
 MIB = 1 << 20
@@ -44,6 +45,7 @@ class World:
     async def boot(self) -> Node:
         """Start an edge."""
         self.backend = FakeBackend(self.machine)
+        self.machines = FakeMachines(self.machine)
         self.journal = Journal(self.directory / "journal.db")
         node: Node | None = None
         events = EventSink(
@@ -57,7 +59,7 @@ class World:
             edge_id="edge_0000000000000000",
             journal=self.journal,
             actions=Actions(self.journal, self.directory / "results", self.clock.time, log),
-            backends={"container": self.backend},
+            backends={"container": self.backend, "microvm": self.machines},
             images=Catalog(self.images),
             policy=self.policy,
             uids=UidRanges(65_536, 60),
@@ -80,7 +82,7 @@ class World:
                 box.timer.cancel()
             if box.commands is not None:
                 box.commands.close()
-        for handle in self.backend.handles.values():
+        for handle in (*self.backend.handles.values(), *self.machines.handles.values()):
             handle.sandbox.on_death.clear()
         for timer in (self.node._flush_timer, self.node._prune_timer):
             if timer is not None:
@@ -119,6 +121,19 @@ def node(world: World) -> Node:
 def spec(**fields: object) -> Container:
     values: dict[str, object] = {"image": IMAGE, "memory": 10 * MIB, "disk": MIB, **fields}
     return Container(**values)  # type: ignore[arg-type]
+
+
+def machine(**fields: object) -> MicroVM:
+    values: dict[str, object] = {"image": IMAGE, "memory": 100 * MIB, "disk": 16 * MIB, **fields}
+    return MicroVM(**values)  # type: ignore[arg-type]
+
+
+async def create_machines(node: Node, count: int = 1, action_id: str | None = None, **fields: object) -> list[SandboxInfo]:
+    """MicroVMs, all of which must come to be."""
+    response = await node.create(CreateRequest(spec=machine(**fields), count=count, action_id=action_id))
+    made = [slot.sandbox for slot in response.slots]
+    assert None not in made, response
+    return [one for one in made if one is not None]
 
 
 async def create(node: Node, count: int = 1, action_id: str | None = None, **fields: object) -> list[SandboxInfo]:

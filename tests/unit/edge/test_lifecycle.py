@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from opendsec.api.sandboxes import SandboxState
 from opendsec.edge import lifecycle as lc
 from opendsec.edge.lifecycle import State, handle, requested
 
@@ -151,9 +152,106 @@ def test_not_found_again_is_lost() -> None:
     assert instructions == [lc.Save(), lc.Emit("sandbox.lost", "the machine was restarted"), lc.Destroy()]
 
 
+def paused(ttl_s: float | None = None, ttl_idle_s: float | None = None) -> State:
+    state, _ = handle(running(ttl_s, ttl_idle_s), lc.PauseRequested(T0 + 1))
+    state, _ = handle(state, lc.Paused(T0 + 2))
+    return state
+
+
+def test_pausing_and_resuming() -> None:
+    state, instructions = handle(running(), lc.PauseRequested(T0))
+    assert (state.phase, state.pending, instructions) == ("running", "pause", [lc.Save(), lc.Pause()])
+    assert handle(state, lc.PauseRequested(T0)) == (state, []) == handle(state, lc.ResumeRequested(T0))
+    state, instructions = handle(state, lc.Paused(T0))
+    assert (state.phase, state.pending, instructions) == ("paused", "", [lc.Save(), lc.Emit("sandbox.paused")])
+    state, instructions = handle(state, lc.ResumeRequested(T0))
+    assert (state.phase, state.pending, instructions) == ("paused", "resume", [lc.Save(), lc.Resume()])
+    state, instructions = handle(state, lc.Resumed(T0))
+    assert (state.phase, state.pending, instructions) == ("running", "", [lc.Save(), lc.Emit("sandbox.resumed")])
+
+
+def test_what_fails_to_pause_runs_on_and_what_fails_to_resume_stays_paused() -> None:
+    state, _ = handle(running(), lc.PauseRequested(T0))
+    after, instructions = handle(state, lc.PauseFailed(T0, "no space"))
+    assert (after.phase, after.pending) == ("running", "") and lc.Emit("sandbox.pause_failed", "no space") in instructions
+    after, instructions = handle(state, lc.PauseFailed(T0, "it crashed", lost=True))
+    assert (after.phase, instructions) == ("lost", [lc.Save(), lc.Emit("sandbox.lost", "it crashed"), lc.Destroy()])
+    state, _ = handle(paused(), lc.ResumeRequested(T0))
+    after, instructions = handle(state, lc.ResumeFailed(T0, "no memory"))
+    assert (after.phase, after.pending) == ("paused", "") and lc.Emit("sandbox.resume_failed", "no memory") in instructions
+    after, instructions = handle(state, lc.ResumeFailed(T0, "damaged", lost=True))
+    assert (after.phase, instructions) == ("lost", [lc.Save(), lc.Emit("sandbox.lost", "damaged"), lc.Destroy()])
+
+
+def test_a_paused_sandbox_is_never_idle_but_its_time_runs_out() -> None:
+    state = paused(ttl_s=100, ttl_idle_s=10)
+    assert state.idle_expires_at is None and state.deadline() == T0 + 100
+    state, instructions = handle(state, lc.TimerFired(T0 + 10))
+    assert (state.phase, instructions) == ("paused", [lc.SetTimer(T0 + 100)])
+    ended, instructions = handle(state, lc.TimerFired(T0 + 100))
+    assert (ended.phase, ended.message, instructions) == ("stopping", "its ttl_s has passed", [lc.Save(), lc.Destroy()])
+    state, _ = handle(state, lc.ResumeRequested(T0 + 50))
+    state, instructions = handle(state, lc.Resumed(T0 + 51))
+    assert state.deadline() == T0 + 61 and lc.SetTimer(T0 + 61) in instructions
+
+
+def test_a_deadline_that_passes_while_pausing_is_not_forgotten() -> None:
+    state, _ = handle(running(ttl_s=10), lc.PauseRequested(T0))
+    state, instructions = handle(state, lc.TimerFired(T0 + 10))
+    assert (state.phase, instructions) == ("running", [])
+    state, instructions = handle(state, lc.Paused(T0 + 11))
+    assert (state.phase, state.message) == ("stopping", "its ttl_s has passed") and lc.Destroy() in instructions
+
+
+def test_a_command_survives_a_pause() -> None:
+    state, _ = handle(running(ttl_idle_s=10), lc.UseStarted(T0))
+    state, _ = handle(state, lc.PauseRequested(T0))
+    state, _ = handle(state, lc.Paused(T0))
+    assert state.busy == 1
+    state, _ = handle(state, lc.ResumeRequested(T0 + 90))
+    state, _ = handle(state, lc.Resumed(T0 + 90))
+    assert (state.busy, state.deadline()) == (1, None)
+    state, _ = handle(state, lc.UseEnded(T0 + 95))
+    assert state.deadline() == T0 + 105
+
+
+@pytest.mark.parametrize("event", [lc.PauseRequested, lc.ResumeRequested])
+def test_killed_while_turning_it_is_destroyed_with_the_outcome(event: type[lc.PauseRequested] | type[lc.ResumeRequested]) -> None:
+    state, _ = handle(running() if event is lc.PauseRequested else paused(), event(T0))
+    state, instructions = handle(state, lc.KillRequested(T0))
+    assert (state.phase, instructions) == ("stopping", [lc.Save()])
+    for outcome in (lc.Paused(T0), lc.PauseFailed(T0, "?"), lc.Resumed(T0), lc.ResumeFailed(T0, "?", lost=True)):
+        after, instructions = handle(state, outcome)
+        fits = isinstance(outcome, lc.Paused | lc.PauseFailed) == (event is lc.PauseRequested)
+        assert (after.phase, instructions) == ("stopping", [lc.Destroy()] if fits else [])
+
+
+def test_death_while_turning_is_told_by_the_outcome_alone() -> None:
+    state, _ = handle(running(), lc.PauseRequested(T0))
+    assert handle(state, lc.Died(T0, "gone")) == (state, [])
+
+
+def test_a_restart_keeps_what_was_paused() -> None:
+    state = State(phase="paused", created_at=T0, used_at=T0, expires_at=T0 + 50, ttl_idle_s=1.0)
+    after, instructions = handle(state, lc.Restarted(T0 + 10))
+    assert (after.phase, instructions) == ("paused", [lc.SetTimer(T0 + 50)])
+    after, instructions = handle(state, lc.Restarted(T0 + 60))
+    assert (after.phase, instructions) == ("stopping", [lc.Save(), lc.Destroy()])
+
+
+@pytest.mark.parametrize(("phase", "pending"), [("running", "pause"), ("paused", "resume")])
+def test_a_restart_in_between_looks_for_it_running_or_paused(phase: SandboxState, pending: lc.Pending) -> None:
+    state = State(phase=phase, pending=pending, created_at=T0, used_at=T0)
+    state, instructions = handle(state, lc.Restarted(T0))
+    assert (state.phase, state.pending, instructions) == ("running", "adopt", [lc.Adopt()])
+    assert handle(state, lc.Adopted(T0))[0].phase == "running"
+    assert handle(state, lc.FoundPaused(T0))[0].phase == "paused"
+    assert handle(state, lc.Died(T0, "gone"))[0].phase == "lost"
+
+
 # --- any order of events ---------------------------------------------------------------------------------------------------
 
-MOVES = ("answer", "fail", "die", "kill", "touch", "use", "unuse", "wait", "restart", "stray")
+MOVES = ("answer", "fail", "lose", "die", "kill", "touch", "use", "unuse", "wait", "restart", "stray", "pause", "resume")
 
 
 class Model:
@@ -172,15 +270,16 @@ class Model:
     def obey(self, instructions: list[lc.Instruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case lc.Create() | lc.Adopt() | lc.Destroy():
+                case lc.Create() | lc.Adopt() | lc.Destroy() | lc.Pause() | lc.Resume():
                     assert not self.pending, f"{instruction} while {self.pending}"
-                    assert self.saved == (self.state.phase, self.state.held), "a side effect before its intent was saved"
+                    if not isinstance(instruction, lc.Adopt):  # which is of what was saved
+                        assert self.saved == self.told(), "a side effect before its intent was saved"
                     self.pending = type(instruction).__name__.lower()
                 case lc.Release():
                     assert not self.state.held
                     self.released += 1
                 case lc.Save():
-                    self.saved = (self.state.phase, self.state.held)
+                    self.saved = self.told()
                 case lc.SetTimer(at):
                     self.timer = at
                 case lc.CancelTimer():
@@ -189,22 +288,26 @@ class Model:
                 case _:
                     pass
 
+    def told(self) -> tuple[SandboxState, bool, lc.Turning]:
+        """What the journal is to have."""
+        return self.state.phase, self.state.held, self.state.turning
+
     def feed(self, event: lc.Event) -> None:
         before = self.state
-        answers = isinstance(event, lc.Created | lc.CreateFailed | lc.Adopted | lc.Destroyed | lc.DestroyFailed)
+        answers = isinstance(event, ANSWERS)
         if answers or (isinstance(event, lc.Died) and self.pending == "adopt"):
             self.pending = ""
         self.state, instructions = handle(before, event)
         self.obey(instructions)
         if before.phase in ("stopped", "lost"):
             assert self.state.phase == before.phase
-        if (self.state.phase, self.state.held) != (before.phase, before.held):
-            assert self.saved == (self.state.phase, self.state.held)
+        if (self.state.phase, self.state.held) != (before.phase, before.held) and not isinstance(event, lc.Restarted):
+            assert self.saved is not None and self.saved[:2] == (self.state.phase, self.state.held)
         assert self.pending == self.state.pending
         assert self.timer == self.state.timer_at
         assert self.released == (0 if self.state.held else 1)
         deadline = self.state.deadline()
-        if self.state.phase == "running" and not self.pending and deadline is not None:
+        if self.state.phase in ("running", "paused") and not self.pending and deadline is not None:
             assert self.timer is not None and self.timer <= deadline
 
     def answer(self) -> None:
@@ -213,8 +316,21 @@ class Model:
                 self.feed(lc.Created(self.now))
             case "adopt":
                 self.feed(lc.Adopted(self.now))
+            case "pause":
+                self.feed(lc.Paused(self.now))
+            case "resume":
+                self.feed(lc.Resumed(self.now))
             case "destroy":
                 self.feed(lc.Destroyed(self.now))
+
+    def lose(self) -> None:
+        match self.pending:
+            case "pause":
+                self.feed(lc.PauseFailed(self.now, "gone", lost=True))
+            case "resume":
+                self.feed(lc.ResumeFailed(self.now, "gone", lost=True))
+            case "adopt":
+                self.feed(lc.FoundPaused(self.now))
 
     def fail(self) -> None:
         match self.pending:
@@ -222,17 +338,22 @@ class Model:
                 self.feed(lc.CreateFailed(self.now, "failed"))
             case "adopt":
                 self.feed(lc.Died(self.now, "gone"))
+            case "pause":
+                self.feed(lc.PauseFailed(self.now, "failed"))
+            case "resume":
+                self.feed(lc.ResumeFailed(self.now, "failed"))
             case "destroy":
                 self.feed(lc.DestroyFailed(self.now, "failed"))
 
     def restart(self) -> None:
         """Only what was saved is known to the next edge; work under way is cut."""
         assert self.saved is not None
-        phase, held = self.saved
+        phase, held, pending = self.saved
         expires_at = None if self.ttl_s is None else T0 + self.ttl_s
         loaded = State(
             phase=phase,
             held=held,
+            pending=pending,
             created_at=T0,
             expires_at=expires_at,
             ttl_idle_s=self.ttl_idle_s,
@@ -256,8 +377,14 @@ class Model:
                 self.answer()
             case "fail":
                 self.fail()
+            case "lose":
+                self.lose()
             case "die" if self.state.phase == "running" and not self.pending:
                 self.feed(lc.Died(self.now, "died"))
+            case "pause":
+                self.feed(lc.PauseRequested(self.now))
+            case "resume":
+                self.feed(lc.ResumeRequested(self.now))
             case "kill":
                 self.feed(lc.KillRequested(self.now))
             case "touch":
@@ -277,6 +404,18 @@ class Model:
                         assert handle(self.state, event) == (self.state, [])
 
 
+ANSWERS = (
+    lc.Created
+    | lc.CreateFailed
+    | lc.Adopted
+    | lc.FoundPaused
+    | lc.Paused
+    | lc.PauseFailed
+    | lc.Resumed
+    | lc.ResumeFailed
+    | lc.Destroyed
+    | lc.DestroyFailed
+)
 TTL = st.none() | st.floats(min_value=0.5, max_value=100)
 STEPS = st.lists(st.tuples(st.sampled_from(MOVES), st.floats(min_value=0, max_value=80)), max_size=40)
 
@@ -294,15 +433,16 @@ def test_any_order(ttl_s: float | None, ttl_idle_s: float | None, steps: list[tu
     while model.state.busy:
         model.move("unuse", 0)
     deadline = model.state.deadline()
-    if model.state.phase == "running" and deadline is not None:
+    living = model.state.phase
+    if living in ("running", "paused") and deadline is not None:
         if model.now < deadline:
             model.wait(max(0.0, (deadline - model.now) * 0.999 - 1e-6))
-            assert model.state.phase == "running"
+            assert model.state.phase == living
         model.wait(deadline - model.now + 1)
         assert model.state.phase == "stopping"
-    elif model.state.phase == "running":
+    elif living in ("running", "paused"):
         model.wait(1e6)
-        assert model.state.phase == "running"
+        assert model.state.phase == living
         model.feed(lc.KillRequested(model.now))
     for _ in range(3):
         model.answer()

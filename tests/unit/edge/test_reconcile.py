@@ -159,7 +159,7 @@ async def test_commands_of_a_dead_edge_are_unknown(world: World, node: Node) -> 
     events = [event async for event in await again.stream(info.id, Command(argv=("true",), action_id="t"))]
     assert events[-1].result is not None and events[-1].result.outcome == "exited"
     assert (await again.wait(info.id, unnamed.id, None)).outcome == "unknown"
-    assert [event.kind async for event in again.attach(info.id, unnamed.id, 0, 0)] == ["exit"]
+    assert [event.kind async for event in await again.attach(info.id, unnamed.id, 0, 0)] == ["exit"]
 
 
 async def test_other_actions_of_a_dead_edge_are_unknown(world: World, node: Node) -> None:

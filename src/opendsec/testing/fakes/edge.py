@@ -38,8 +38,10 @@ from opendsec.api.spec import CreateRequest, check_integer
 from opendsec.testing.fakes.edge_files import FileRoutes
 from opendsec.testing.fakes.edge_fn import FnRoutes
 from opendsec.testing.fakes.edge_images import ImageRoutes
+from opendsec.testing.fakes.edge_machines import QUIET, MachineRoutes
 from opendsec.testing.fakes.edge_parts import FakeBox, FakeSession, Handler, json_answer, lines_answer, query_of
 from opendsec.testing.fakes.hostrun import FakeProcess, FakeShell
+from opendsec.testing.fakes.machines import MEMORY
 
 
 class FakeEdge:
@@ -53,6 +55,7 @@ class FakeEdge:
         self.gone: dict[str, s.SandboxInfo] = {}
         self.images = ImageRoutes(images, self._box)
         self.fn = FnRoutes()
+        self.machines = MachineRoutes(self._box, self._add, lambda: self._folder)
         self.requests: list[str] = []  # names of the routes that were called, in order
         self.failures: list[tuple[str, OpenDSecError]] = []  # what the next calls of a route raise instead of doing their work
         self._draining = False
@@ -68,7 +71,7 @@ class FakeEdge:
     # --- serving
 
     def app(self) -> Starlette:
-        handlers = {**FileRoutes(self._box).handlers(), **self.images.handlers(), **self.fn.handlers()}
+        handlers = {**FileRoutes(self._box).handlers(), **self.images.handlers(), **self.fn.handlers(), **self.machines.handlers()}
         routes = [
             Route(route.path, self._guarded(name, handlers.get(name) or getattr(self, f"_{name.lower()}")), methods=[route.method])
             for name, route in sorted(ROUTES.items(), key=lambda item: item[1].path.count("{"))
@@ -107,6 +110,7 @@ class FakeEdge:
                         raise failure[1]
                 if self.token and request.headers.get("authorization") != f"Bearer {self.token}":
                     raise Unauthorized("no token, or a wrong one")
+                self._wake(name, request)
                 return await self._once(name, handler, request)
             except OpenDSecError as error:
                 return Response(wire.encode_error(error), status_code=error.status, media_type="application/json")
@@ -131,6 +135,15 @@ class FakeEdge:
         except OpenDSecError:
             self._actions.pop(action_id, None)
             raise
+
+    def _wake(self, name: str, request: Request) -> None:
+        box = self.boxes.get(str(request.path_params.get("sandbox_id")))
+        if box is not None and box.info.state == "paused" and name not in QUIET:
+            box.info = msgspec.structs.replace(box.info, state="running")
+
+    def _add(self, box: FakeBox) -> None:
+        self.boxes[box.info.id] = box
+        self._emit("sandbox.created", box.info.id)
 
     def _box(self, request: Request) -> FakeBox:
         box_id = str(request.path_params["sandbox_id"])
@@ -162,7 +175,7 @@ class FakeEdge:
         )
 
     def _promised(self) -> int:
-        return sum(box.info.limits.memory_bytes for box in self.boxes.values())
+        return sum(box.info.limits.memory_bytes for box in self.boxes.values() if box.info.state != "paused")
 
     async def _info(self, request: Request) -> Response:
         return json_answer(self._edge_info())
@@ -170,7 +183,8 @@ class FakeEdge:
     async def _capabilities(self, request: Request) -> Response:
         can = (s.Capability(name="exec", available=True), s.Capability(name="isolation", available=False, reason="this is a fake"))
         feature = s.Feature(name="fake", present=True, needed_for="tests", without_it="no tests")
-        return json_answer(s.Capabilities(backends={"container": can}, features=(feature,)))
+        machine = tuple(s.Capability(name=name, available=True) for name in ("create", "pause", "fork", "snapshot"))
+        return json_answer(s.Capabilities(backends={"container": can, "microvm": machine, "vm": machine}, features=(feature,)))
 
     async def _events(self, request: Request) -> Response:
         query = query_of(request)
@@ -216,6 +230,7 @@ class FakeEdge:
         if asked.spec.image not in self.images.images:
             raise NotFound(f"no image {asked.spec.image!r}", field="image")
         digests = self.images.digests(asked.spec.layers)
+        base = self.machines.base(asked.spec)
         slots = []
         for _ in range(asked.count):
             if self._promised() + limits.memory_bytes > self.memory_limit_bytes:
@@ -224,10 +239,13 @@ class FakeEdge:
                 continue
             box_id = new_id(SANDBOX)
             root = self._folder / box_id
-            (root / "tmp").mkdir(parents=True)
+            if base is not None:
+                await asyncio.to_thread(shutil.copytree, base, root, symlinks=True)
+            for place in ("tmp", MEMORY):
+                (root / place).mkdir(parents=True, exist_ok=True)
             info = s.SandboxInfo(
                 id=box_id,
-                backend="container",
+                backend=asked.spec.kind,
                 state="running",
                 image=asked.spec.image,
                 layers=(*self.images.images[asked.spec.image].layers, *digests),
@@ -236,8 +254,7 @@ class FakeEdge:
                 created_at=time.time(),
                 spec=asked.spec,
             )
-            self.boxes[box_id] = FakeBox(info, root, {**self.images.images[asked.spec.image].config.env, **asked.spec.env})
-            self._emit("sandbox.created", box_id)
+            self._add(FakeBox(info, root, {**self.images.images[asked.spec.image].config.env, **asked.spec.env}))
             slots.append(s.Slot(sandbox=info))
         answer = s.CreateResponse(slots=tuple(slots))
         if asked.action_id is not None:
@@ -246,10 +263,15 @@ class FakeEdge:
 
     async def _list(self, request: Request) -> Response:
         query = query_of(request)
-        label, state = query.get("label", b"").decode(), query.get("state", b"running").decode()
+        label, state = query.get("label", b"").decode(), query.get("state", b"").decode()
         key, _, value = label.partition("=")
         infos = [*self.gone.values(), *(box.info for box in self.boxes.values())]
-        chosen = (info for info in infos if state in ("all", info.state) and (not label or info.labels.get(key) == value))
+        living = ("running", "paused")
+        chosen = (
+            info
+            for info in infos
+            if (info.state in living if not state else state in ("all", info.state)) and (not label or info.labels.get(key) == value)
+        )
         return json_answer(s.SandboxList(sandboxes=tuple(chosen)))
 
     async def _get(self, request: Request) -> Response:

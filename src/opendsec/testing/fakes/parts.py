@@ -23,6 +23,7 @@ from opendsec.images.layers import DATA, META, LayerRecord
 from opendsec.images.names import LayerName
 from opendsec.images.store import ImageStore
 from opendsec.testing.fakes.backend import FakeBackend, FakeMachine
+from opendsec.testing.fakes.machines import FakeMachines
 from opendsec.testing.fakes.members import FakeMembers
 
 IMAGE = "fake"
@@ -72,7 +73,7 @@ def fake_parts(
     """Parts over a machine that may outlive the edge. Every language is in the image `fake`; `languages`: the operator's."""
     assert machine.root is not None
     return Parts(
-        backends={"container": FakeBackend(machine)},
+        backends={"container": FakeBackend(machine), "microvm": FakeMachines(machine), "vm": FakeMachines(machine, "vm")},
         images=images,
         boot_id=machine.boot_id,
         scratch_driver="fake",
