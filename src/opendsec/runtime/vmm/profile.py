@@ -27,6 +27,11 @@ REFUSED = (
     container.Refusal(("inotify_init", "inotify_init1", "shmget", "shmat", "shmctl", "semget", "msgget", "mq_open"), "not used"),
 )
 
+NO_IOCTL = errno_action(errno.ENOTTY)
+TERMINAL = (container.TIOCSTI, container.TIOCLINUX, container.TIOCSETD)
+FILE_SYSTEM = (ord("f"), ord("X"), ord("v"), 0x94)
+"""Families of ioctl(2): flags, freezing, swapping extents, sharing blocks, subvolumes. Disks need none of them."""
+
 
 def rules() -> list[Rule]:
     refused = [Rule(refusal.action, refusal.names) for refusal in (*container.REFUSED, *REFUSED)]
@@ -34,6 +39,8 @@ def rules() -> list[Rule]:
         *refused,
         Rule(EPERM, ("clone",), (ArgCheck(0, "!=", 0, container.NAMESPACE_FLAGS),)),
         Rule(EPERM, ("personality",)),
+        *(Rule(EPERM, ("ioctl",), (ArgCheck.u32(1, "==", number),)) for number in TERMINAL),
+        *(Rule(NO_IOCTL, ("ioctl",), (ArgCheck.u32(1, "==", kind << 8, 0xFF00),)) for kind in FILE_SYSTEM),
         Rule(errno_action(errno.EAFNOSUPPORT), ("socket",)),
         Rule(ALLOW, ("socketpair",), (ArgCheck.u32(0, "==", container.AF_UNIX),)),
         Rule(EPERM, ("socketpair",)),
@@ -53,6 +60,7 @@ def rlimits() -> list[tuple[int, int, int]]:
         resource.RLIMIT_NOFILE: 4096,
         resource.RLIMIT_MEMLOCK: 64 << 10,
         resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_SIGPENDING: 1024,
     }
     values = {number: min(value, hard(number)) for number, value in wanted.items()}
     return [(number, value, value) for number, value in values.items()]
