@@ -15,7 +15,7 @@
  *
  * No C library is linked, so this works with any.
  */
-#include "raw.h"
+#include "source.h"
 
 enum { JOINED = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS, BUFFER = 128 << 10 };
 
@@ -28,6 +28,7 @@ struct forkin_call {
 	u8 *value;
 	u64 value_len;
 	long elsewhere; /* the working directory cannot be entered */
+	const struct python *python; /* given: with what to run plain calls here, or 0 */
 };
 
 static int fds[MAX_PASSED];
@@ -243,7 +244,8 @@ __attribute__((visibility("default"))) void forkin_pack(u64 inside)
 		SYS2(munmap, stock, stock_left);
 }
 
-/* In a fork: 0, and `call` is filled. In the interpreter itself: only when the supervisor is gone or talks nonsense, a negative errno. */
+/* In a fork: what is left to do of the call, and `call` is filled. In the interpreter itself: only when the supervisor is gone or talks
+ * nonsense, a negative errno. */
 __attribute__((visibility("default"))) long forkin_serve(int sock, int (*libc_fork)(void), void (*after_fork)(void), struct forkin_call *call)
 {
 	SYS5(prctl, PR_SET_DUMPABLE, 0, 0, 0, 0);
@@ -268,7 +270,9 @@ __attribute__((visibility("default"))) long forkin_serve(int sock, int (*libc_fo
 				quit(125); /* nothing may run here half confined */
 			call->body_len = head.len;
 			after_fork();
-			return 0;
+			if (!call->python || call->body_fd >= 0 || call->elsewhere)
+				return BY_PYTHON;
+			return run_source(call->python, call->buffer + sizeof(head), call->body_len);
 		}
 		if (child > 0)
 			SYS4(wait4, child, 0, WAIT_ALL_KINDS, 0);

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 
 BUFFER, HEAD = 128 << 10, 40  # as in forkin.c
+RAN = 2  # as in source.h
 POOL = 16384  # of CPython's allocator since 3.10, with a head of 48 bytes
 
 
@@ -89,13 +90,30 @@ def load(workdir: str) -> tuple[Callable[[], int], Callable[[], int], memoryview
     library.forkin_pack.argtypes = [pointer]
     # Forks read the call by views, which need nothing of ctypes: what a fork does not use it does not copy.
     buffer = ctypes.create_string_buffer(BUFFER)
-    call = (ctypes.c_int64 * 7)()
+    call = (ctypes.c_int64 * 8)()
     where = ctypes.create_string_buffer(os.fsencode(workdir))
-    call[0], call[1] = ctypes.addressof(buffer), ctypes.addressof(where)
+    plain = tools()
+    call[0], call[1], call[7] = ctypes.addressof(buffer), ctypes.addressof(where), ctypes.addressof(plain) if plain else 0
     kept.extend(locals().values())  # what is written to at a function's end is copied, too
     view, numbers = memoryview(buffer).cast("B"), memoryview(call).cast("B").cast("q")
     serving = functools.partial(library.forkin_serve, 3, fork, after, pointer(ctypes.addressof(call)))
     return functools.partial(library.forkin_pack, after), serving, view, numbers
+
+
+def tools() -> ctypes.Array[ctypes.c_int64] | None:
+    """What native/source.h runs plain calls with, if this interpreter has it all."""
+    names = "PyMarshal_ReadObjectFromString PyTuple_GetItem PyUnicode_CompareWithASCIIString PyUnicode_AsUTF8AndSize PyDict_Size"
+    names += " PyDict_GetItem PyDict_Clear Py_CompileStringObject PyEval_EvalCode PyObject_CallObject PyErr_Clear"
+    streams = ("stdout", "__stdout__", "stderr", "__stderr__")
+    flushes = [getattr(getattr(sys, name), "flush", None) for name in streams]
+    if seed is not None or None in flushes or not all(hasattr(ctypes.pythonapi, name) for name in names.split()):
+        return None
+    objects = [main.__dict__, default[1], sys.modules, "threading", exits, exits(), collect, sys.__dict__]
+    objects += [*streams, *(getattr(sys, name) for name in streams), *flushes]
+    kept.append(objects)
+    places = [ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value or 0 for name in names.split()]
+    places += [*map(id, objects), len(sys.modules), sys.version_info[1]]
+    return (ctypes.c_int64 * len(places))(*places)
 
 
 def begin_pools() -> None:
@@ -110,14 +128,22 @@ def begin_pools() -> None:
                 break
 
 
-def serve(serving: Callable[[], int], view: memoryview, numbers: memoryview) -> tuple[memoryview | bytes, int, int, int]:
-    """Returns in forks, with the call: (marshalled, where a function's value goes, how much fits there, whether the working directory is
-    to be entered)."""
-    if serving() < 0:
+def serve(serving: Callable[[], int], view: memoryview, numbers: memoryview, workdir: str, space: dict[str, object]) -> NoReturn:
+    """Returns in no process: forks run their call."""
+    code: int | str = 0
+    left = RAN
+    count = len(sys.modules)
+    try:
+        left = serving()
+    except BaseException as error:  # of the call's program
+        code = end(error)
+    if left < 0:
         os._exit(0)  # the supervisor is gone
+    if left == RAN:
+        finish(code, None, 0, 0, space, workdir if len(sys.modules) != count else "")
     body_fd = numbers[3]
     if body_fd < 0:
-        return view[HEAD : HEAD + numbers[2]], numbers[4], numbers[5], numbers[6]
+        run(view[HEAD : HEAD + numbers[2]], numbers[4], numbers[5], numbers[6], workdir, space)
     parts = []
     while True:
         part = os.read(body_fd, 1 << 20)
@@ -125,17 +151,16 @@ def serve(serving: Callable[[], int], view: memoryview, numbers: memoryview) -> 
             break
         parts.append(part)
     os.close(body_fd)
-    return b"".join(parts), numbers[4], numbers[5], numbers[6]
+    run(b"".join(parts), numbers[4], numbers[5], numbers[6], workdir, space)
 
 
-def run(call: tuple[memoryview | bytes, int, int, int], workdir: str, main: types.ModuleType, default: tuple[str, str]) -> NoReturn:
-    body, value, value_len, elsewhere = call
+def run(body: memoryview | bytes, value: int, value_len: int, elsewhere: int, workdir: str, space: dict[str, object]) -> NoReturn:
+    """`value`: where a function's goes, `value_len`: how much fits there, `elsewhere`: the working directory is to be entered."""
     kind, source, filename, function, args, kwargs, env = loads(body)
     if elsewhere:
         os.chdir(workdir)
     if env:
         os.environ.update(env)
-    space = main.__dict__
     modules = sys.modules
     if seed is not None:
         seed()
@@ -149,17 +174,20 @@ def run(call: tuple[memoryview | bytes, int, int, int], workdir: str, main: type
             else:
                 path = os.path.join(workdir, filename)
                 sys.argv[0] = filename
-            space["__file__"] = path
+                space["__file__"] = path
             remember(path, source)
             exec(compile(source, path, "exec", dont_inherit=True), space)
         else:
             sys.argv[0] = "-c"
+            del space["__file__"]
             answer = apply(function, args, kwargs)
-    except SystemExit as end:
-        code = exit_code(end)
     except BaseException as error:
-        code = report(error)
+        code = end(error)
     finish(code, answer, value, value_len, space, workdir if len(modules) != count else "")
+
+
+def end(error: BaseException) -> int | str:
+    return exit_code(error) if isinstance(error, SystemExit) else report(error)
 
 
 class NoFunction(Exception):
@@ -290,7 +318,9 @@ itself, main = sys.modules["__main__"], Module("__main__")
 main.__dict__["__builtins__"] = builtins
 sys.modules["__main__"] = main
 seed = sys.modules["numpy.random"].seed if "numpy.random" in sys.modules else None
+main.__dict__["__file__"] = default[1]
 pack, serving, view, numbers = load(workdir)
+lines[default[1]] = (lambda: str(loads(view[HEAD : HEAD + numbers[2]])[1]),)  # of the call, should it be asked for
 os.close(4)
 os.close(5)
 collect()
@@ -301,4 +331,4 @@ before.restype = None
 pack()
 os.write(3, b"R")
 before()
-run(serve(serving, view, numbers), workdir, main, default)
+serve(serving, view, numbers, workdir, main.__dict__)

@@ -1,0 +1,77 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The plain call, from its text to its end, by the interpreter's C interface. Part of forkin.c.
+ *
+ * zygote.py can do all of this, and does whatever is not plain. But each object that Python code so much as looks at has its count of
+ * references written, and its page copied: the way through Python is 55 such pages more, a fifth of what the call's process costs.
+ */
+#ifndef SOURCE_H
+#define SOURCE_H
+
+#include "raw.h"
+
+struct compiler_flags {
+	int flags, feature_version;
+};
+
+/* Filled in by zygote.py, in this order: functions of the interpreter, then objects. */
+struct python {
+	void *(*loads)(const u8 *, long); /* PyMarshal_ReadObjectFromString */
+	void *(*item)(void *, long);	  /* PyTuple_GetItem */
+	int (*compare)(void *, const char *); /* PyUnicode_CompareWithASCIIString */
+	const char *(*utf8)(void *, long *);  /* PyUnicode_AsUTF8AndSize */
+	long (*size)(void *);		      /* PyDict_Size */
+	void *(*get)(void *, void *);	      /* PyDict_GetItem */
+	void (*clear)(void *);		      /* PyDict_Clear */
+	void *(*compile)(const char *, void *, int, struct compiler_flags *, int); /* Py_CompileStringObject */
+	void *(*eval)(void *, void *, void *);					   /* PyEval_EvalCode */
+	void *(*call)(void *, void *);						   /* PyObject_CallObject */
+	void (*forget)(void);							   /* PyErr_Clear */
+	void *space, *path, *modules, *threading, *exits, *none_exits, *collect, *sys;
+	void *stream_names[4], *streams[4], *flushes[4];
+	long n_modules, minor;
+};
+
+enum { BY_PYTHON, RAISED, RAN }; /* what is left to do: all; report the exception that is set; the end */
+
+enum { FILE_INPUT = 257, IGNORE_COOKIE = 0x800, SOURCE_IS_UTF8 = 0x100 };
+
+/* What zygote.py's `finish` does, where nothing that it looks for is there. Whatever fails is left to it, it may be done twice. */
+static void end_plainly(const struct python *p)
+{
+	if (p->size(p->modules) != p->n_modules || p->get(p->modules, p->threading) || p->call(p->exits, 0) != p->none_exits)
+		return;
+	for (int i = 0; i < 4; i++)
+		if (p->get(p->sys, p->stream_names[i]) != p->streams[i])
+			return;
+	p->clear(p->space);
+	if (!p->call(p->collect, 0))
+		return;
+	for (int i = 0; i < 4; i++)
+		if (!p->call(p->flushes[i], 0))
+			return;
+	quit(0);
+}
+
+static int run_source(const struct python *p, const u8 *body, long len)
+{
+	struct compiler_flags flags = { IGNORE_COOKIE | SOURCE_IS_UTF8, (int)p->minor };
+	long n;
+	void *call = p->loads(body, len);
+	if (!call || p->compare(p->item(call, 0), "source") || p->compare(p->item(call, 2), "main.py") || p->size(p->item(call, 6)))
+		goto not_plain;
+	const char *text = p->utf8(p->item(call, 1), &n);
+	if (!text || length(text) != (size_t)n)
+		goto not_plain;
+	void *code = p->compile(text, p->path, FILE_INPUT, &flags, -1);
+	if (!code || !p->eval(code, p->space, p->space))
+		return RAISED;
+	end_plainly(p);
+	p->forget();
+	return RAN;
+not_plain:
+	p->forget();
+	return BY_PYTHON;
+}
+
+#endif
