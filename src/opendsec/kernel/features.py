@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from opendsec.kernel.probes import groups, isolation, storage
+from opendsec.kernel.probes import groups, isolation, machines, storage
 from opendsec.kernel.probes.tools import Missing
 
 FORCE_MISSING = "OPENDSEC_FORCE_MISSING"
@@ -131,7 +131,14 @@ _TABLE: tuple[_Probe, ...] = (
     ),
     _Probe("cgroup_freeze", groups.cgroup_freeze, "packing a sandbox: nothing of it runs while its disk is kept", "packing is refused"),
     _Probe("memfd_exec", isolation.memfd_exec, "nothing yet (programs handed over without a file on disk)", NOTHING),
-    _Probe("kvm", isolation.kvm, "nothing yet (hardware speed for microVMs and VMs)", NOTHING),
+    _Probe("qemu", machines.qemu, "microVMs and full VMs", "both are refused"),
+    _Probe("vm_disks", machines.programs_for_disks, "the disks of microVMs and full VMs", "both are refused"),
+    _Probe(
+        "kvm",
+        machines.accelerated,
+        "microVMs and full VMs at the speed of hardware, behind hardware's walls",
+        "they run in QEMU's emulator (TCG): the same, many times slower, and a flaw of the emulator meets the confinement of its process",
+    ),
 )
 _probes: dict[str, _Probe] = {probe.name: probe for probe in _TABLE}
 _results: dict[str, Feature] = {}

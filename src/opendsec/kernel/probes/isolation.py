@@ -143,10 +143,3 @@ def memfd_exec(scratch: str) -> str:
     with closing(fds.sealed_memfd("probe", _exit_program(), executable=True)) as fd:
         in_child(lambda: syscalls.execveat(fd, "", ["probe"], [], abi.AT_EMPTY_PATH))
     return ""
-
-
-def kvm(scratch: str) -> str:
-    with closing(os.open("/dev/kvm", os.O_RDWR | os.O_CLOEXEC)) as fd:
-        version = fcntl.ioctl(fd, 0xAE00)  # KVM_GET_API_VERSION
-    need(version == 12, f"unknown KVM interface {version}")
-    return "not proven: boots are probed by the VM backend"

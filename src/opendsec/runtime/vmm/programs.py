@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opendsec.api.errors import Unsupported
+from opendsec.kernel.probes import machines
+from opendsec.kernel.probes.tools import Missing
 from opendsec.runtime.vmm.arguments import QEMU
 
 FORMAT = 1
@@ -28,7 +30,6 @@ FIRMWARE = ("/usr/share/qemu", "/usr/share/seabios", "/usr/share/vgabios", "/usr
 KEYMAPS = "/usr/share/qemu/keymaps"
 FIRMWARE_SUFFIXES = (".bin", ".rom", ".img")
 MODULES = ("hw-display-virtio-gpu.so", "hw-display-virtio-gpu-pci.so", "hw-display-virtio-vga.so")
-OLDEST = (9, 0)
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,9 @@ class Programs:
 def version_of(qemu: str = QEMU) -> str:
     """QEMU's version, such as "10.0.2". Raises Unsupported if there is none, or one that is too old."""
     try:
-        said = subprocess.run([qemu, "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        raise Unsupported(f"there is no QEMU here: {error}") from None
-    found = re.search(r"version (\d+)\.(\d+)\.(\d+)", said)
-    if not found:
-        raise Unsupported(f"QEMU of an unknown version: {said[:80]!r}")
-    if (int(found[1]), int(found[2])) < OLDEST:
-        raise Unsupported(f"QEMU {found[0][8:]} is older than {OLDEST[0]}.{OLDEST[1]}")
-    return found[0][8:]
+        return machines.qemu_version(qemu)
+    except Missing as error:
+        raise Unsupported(str(error), field="spec.backend") from None
 
 
 def sources(qemu: str = QEMU) -> dict[str, Path]:
