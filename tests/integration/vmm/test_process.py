@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,13 @@ async def test_clones_share_the_memory_of_the_template_and_leave_it_as_it_is(vmm
     assert not any(clone.errors() for clone in clones)
 
 
+async def test_a_clone_needs_no_kernel(vmms: Vmms) -> None:
+    machine, state = await vmms.template(pages=PAGES)
+    clone = await vmms.clone(replace(machine, kernel="", append=""), state)
+    await clone.cont()
+    await vmms.until(clone, f"n=6 sum={SUM}")
+
+
 async def test_a_clone_becomes_the_template_of_others(vmms: Vmms) -> None:
     machine, state = await vmms.template(pages=PAGES)
     first = await vmms.clone(machine, state)
@@ -96,7 +104,7 @@ async def test_a_device_state_that_is_damaged_or_of_another_machine_is_refused(v
     damaged.write_bytes(state.read_bytes()[:1000])
     with pytest.raises(Internal, match="refused the device state"):
         await vmms.clone(machine, damaged)
-    other = Machine(**{name: getattr(machine, name) for name in Machine.__slots__} | {"rng": False})
+    other = replace(machine, rng=False)
     with pytest.raises(Internal, match="refused the device state"):
         await vmms.clone(other, state)
 
@@ -105,10 +113,10 @@ async def test_what_cannot_start_says_why_and_leaves_nothing(vmms: Vmms) -> None
     broken = vmms.folder / "broken"
     broken.write_bytes(b"no kernel")
     machine = vmms.machine()
-    bad = Machine(**{name: getattr(machine, name) for name in Machine.__slots__} | {"kernel": str(broken)})
+    bad = replace(machine, kernel=str(broken))
     with pytest.raises(Internal, match=r"QEMU did not start: .*kernel"):
         await vmms.start(bad)
-    gone = Machine(**{name: getattr(machine, name) for name in Machine.__slots__} | {"kernel": str(vmms.folder / "none")})
+    gone = replace(machine, kernel=str(vmms.folder / "none"))
     with pytest.raises((Internal, FileNotFoundError, SandboxLost)):
         await vmms.start(gone)
     disk = Disk("d", str(vmms.folder / "nodisk"))

@@ -139,7 +139,7 @@ def problems(machine: Machine) -> list[str]:
         if not 1 <= len(name) <= 20 or not name.isascii() or not name.replace("-", "").isalnum() or not name[0].isalpha():
             found.append(f"{name!r} is no id: 1 to 20 letters, digits and hyphens, a letter first")
     if machine.kind == "microvm":
-        if not machine.kernel:
+        if not machine.kernel and not machine.incoming:
             found.append("a microvm boots a kernel")
         if machine.display or machine.firmware or machine.tpm or any(disk.bus != "virtio" for disk in machine.disks):
             found.append("a microvm has virtio devices only, no display, firmware or TPM")
