@@ -213,15 +213,20 @@ static void run(const u8 *body, u32 len, int body_fd)
 	if (call.dispatched || call.ended.flags & STARTED)
 		watch();
 	finish();
-	/* The envelope says what it brought back, and ends. Only when it is dead, and all that was in it, is the call over. */
+	/* The envelope says what it brought back, and ends; or it says that nothing is left. Only then is the call over. */
 	last = (struct report){ 0 };
-	if (!bury_envelope())
-		call.spoiled = "its processes do not end";
-	while (!env.told && hear_envelope())
-		;
-	if (env.told)
+	int told = call.again && await_report(now_us() + DEATH_US);
+	if (told && env.report.again)
+		env.rooted = 0; /* it says so again */
+	else {
+		if (!bury_envelope())
+			call.spoiled = "its processes do not end";
+		for (told |= env.told; !told && hear_envelope();)
+			told = env.told;
+		env.told = 0;
+	}
+	if (told)
 		last = env.report;
-	env.told = 0;
 	u64 deadline = now_us() + DEATH_US;
 	while (call.dispatched && !call.answered && !call.spoiled && now_us() < deadline)
 		turn(deadline); /* killed before we knew it */
@@ -329,7 +334,8 @@ done:;
 		SYS1(close, files_fd);
 	call.busy = 0;
 	if (!call.spoiled) {
-		make_envelope(job->disk_bytes); /* for the next one, while the edge looks at this */
+		if (env.pid <= 0)
+			make_envelope(job->disk_bytes); /* for the next one, while the edge looks at this */
 		await_report(now_us() + STEP_US);
 	}
 }

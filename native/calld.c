@@ -20,7 +20,7 @@
 
 enum { MAGIC = 0x31434644, SETUP = 1, JOB = 2, CANCEL = 3, READY = 16, FAILED = 17, ENDED = 18, IN_MEMFD = 1 };
 enum { CHANNEL = 3, EDGE = 4, CALLS_NS = 5, CPU_TIME = 6, MEMORY = 7, MEMORY_PEAK = 8, OOM_KILLS = 9, PIDS_DENIED = 10 };
-enum { ENVELOPE_FLAGS = CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS };
+enum { ENVELOPE_FLAGS = CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWUTS }; /* it makes the one for IPC itself, for each call */
 enum { INLINE_BYTES = 60 << 10, STEP_US = 30000000, DEATH_US = 20000000, QUIET_US = 4000, INTERPRETER_PID = 32000, CAPTURE = 8192 };
 enum {
 	STARTED = 1, WALL = 2, CPU = 4, OOM = 8, OUTPUT = 16, PIDS = 32, DISK = 64, CALLERS_FAULT = 128, CANCELLED = 256, HAS_VALUE_ = 512
@@ -76,6 +76,7 @@ static struct {
 	int answered;
 	int killed;
 	int cancelled;
+	int again; /* the envelope may stay */
 	int starved; /* of memory for what it said */
 	const char *reason, *spoiled;
 	char reason_text[512];
@@ -176,6 +177,9 @@ static void finish(void)
 	if (call.killed)
 		return;
 	call.killed = 1;
+	/* After a call of the plainest kind the envelope may stay, if nobody is in it. Its first process is gone: nothing more can enter. */
+	if (call.over && call.ended.flags == STARTED && call.job.kind == KIND_PYTHON && !call.job.n_files && !call.job.n_outputs)
+		go.flags = call.again = GO_AGAIN;
 	if (env.dead || send_parts(env.sock, &iov, 1, 0, 0, MSG_DONTBLOCK) < 0)
 		kill_envelope();
 }
@@ -511,7 +515,7 @@ static __attribute__((noreturn)) void become_interpreter(u64 disk_bytes, int cha
 	int ends[2], given[4] = { channel, program, library, config };
 	SYS1(umask, 0);
 	SYS0(setsid);
-	if ((error = setup_root(disk_bytes, 0)))
+	if ((error = setup_places(0)) || (error = setup_root(disk_bytes, 0)))
 		quit(100);
 	/* Its standard input is a pipe at its end, as a call's is, for what the interpreter learns of it once and for all. */
 	SYS2(pipe2, ends, 0);

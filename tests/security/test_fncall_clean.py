@@ -28,6 +28,17 @@ LEFT_BEHIND = {
         "import os\nprint([n for n in os.listdir('/proc') if n.isdigit()])",
         "['1', '2']",
     ),
+    "a process that is no child of the call": (
+        "import ctypes, os\nc = ctypes.CDLL(None)\nnumber = 56 if os.uname().machine == 'x86_64' else 220\n"
+        "if c.syscall(number, 0x8011, 0, 0, 0, 0) == 0:\n    c.sleep(1000)",  # CLONE_PARENT: a sibling
+        "import os\nprint([n for n in os.listdir('/proc') if n.isdigit()], os.getpid())",
+        "['1', '2'] 2",
+    ),
+    "a signal to process 1": (
+        "import os, signal\nfor n in range(1, 65):\n    try:\n        os.kill(1, n)\n    except OSError: pass",
+        "print([line.split()[1].strip('0') for line in open('/proc/1/status') if line.startswith(('SigPnd', 'ShdPnd'))])",
+        "['', '']",
+    ),
     "a process that holds the output open": (
         "import subprocess\nsubprocess.Popen(['sleep', '1000'])",
         "import os\nprint([n for n in os.listdir('/proc') if n.isdigit()])",
@@ -124,6 +135,7 @@ LEFT_BEHIND = {
     ),
 }
 AS_ROOT = {
+    "a signal to process 1": LEFT_BEHIND["a signal to process 1"],
     "files of the image": (
         "import os, glob\nopen('/etc/passwd', 'w').write('')\nopen('/usr/bin/env', 'ab').write(b'x')\nos.remove('/bin/sh' if not os.path.islink('/bin') else '/usr/bin/sh')\n"
         "os.rename('/etc/hosts', '/etc/left') if os.path.exists('/etc/hosts') else open('/etc/left', 'w')\nos.chmod('/', 0o777)\nos.utime('/', (1, 1))\n"
