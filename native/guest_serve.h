@@ -5,7 +5,6 @@
 #ifndef GUEST_SERVE_H
 #define GUEST_SERVE_H
 
-#include "guest_control.h"
 #include "guest_requests.h"
 
 enum { RX_BYTES = 2 * (HEADER_BYTES + MAX_PAYLOAD) };
@@ -166,7 +165,30 @@ static const struct handler {
 	{ TYPE_RELEASE, on_release },
 	{ TYPE_COMMANDS, on_commands },
 	{ TYPE_CUT, on_cut },
-	MORE_HANDLERS
+	{ TYPE_STAT, on_stat },
+	{ TYPE_LIST, on_list },
+	{ TYPE_READ, on_read },
+	{ TYPE_WRITE, on_write },
+	{ TYPE_COMMIT, on_commit },
+	{ TYPE_ABORT, on_abort },
+	{ TYPE_MKDIR, on_mkdir },
+	{ TYPE_MOVE, on_move },
+	{ TYPE_REMOVE, on_remove },
+	{ TYPE_CHMOD, on_chmod },
+	{ TYPE_WALK, on_walk },
+	{ TYPE_EXTRACT, on_extract },
+	{ TYPE_WATCH, on_watch },
+	{ TYPE_UNWATCH, on_unwatch },
+	{ TYPE_IDENTITY, on_identity },
+	{ TYPE_CLOCK, on_clock },
+	{ TYPE_NETWORK, on_network },
+	{ TYPE_USAGE, on_usage },
+	{ TYPE_SYNC, on_sync },
+	{ TYPE_FREEZE, on_freeze },
+	{ TYPE_THAW, on_thaw },
+	{ TYPE_MOUNT, on_mount },
+	{ TYPE_SHUTDOWN, on_shutdown },
+	{ TYPE_LIMITS, on_limits },
 };
 
 static void (*handler_of(u16 type))(u64, struct in *)
@@ -184,6 +206,10 @@ static void request(u16 type, u64 id, u8 *data, size_t len)
 		return; /* the host promised to say nothing */
 	if (type != TYPE_HELLO && known(id)) {
 		answer_error(id, EEXIST, "this id is in use");
+		return;
+	}
+	if (frozen && changes_disk(type)) {
+		answer_error(id, EBUSY, "the disk stands still");
 		return;
 	}
 	handler_of(type)(id, &in);
@@ -210,7 +236,6 @@ static void on_frame(const struct header *h, u8 *payload)
 		request(h->type, h->id, payload, h->length);
 		return;
 	}
-	/* One spare byte before: strings are ended in place. */
 	u8 *grown = assembly.len + h->length > MAX_REQUEST ? NULL : realloc(assembly.data, assembly.len + h->length + 1);
 	if (!grown) {
 		out_of_step("a request is too long");

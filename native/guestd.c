@@ -4,13 +4,15 @@
  * what is said there.
  *
  *     guest_base.h      sources of events, ids                  guest_files.h     files, one request each
- *     guest_wire.h      frames to be sent, payloads taken apart guest_transfer.h  files' content, walks, extraction: bit by bit
+ *     guest_wire.h      frames to be sent, payloads taken apart guest_transfer.h  what takes longer: content, lists, removal
  *     guest_stream.h    commands' streams and their credit      guest_watch.h     watches
  *     guest_user.h      paths inside, users                     guest_machine.h   identity, clock, usage, disks, the end
  *     guest_group.h     control groups                          guest_network.h   addresses, routes, name servers
  *     guest_launch.h    the child                               guest_boot.h      process 1: from the initramfs to the sandbox's root
  *     guest_command.h   EXEC to RELEASE                         guest_service.h   a service of another Linux
- *     guest_control.h   signals, marks, members                 guest_serve.h     the connection
+ *     guest_control.h   signals, marks, members                 guest_requests.h  ends of transfers
+ *     guest_walk.h      a tree as records                       guest_extract.h   records as a tree
+ *     guest_serve.h     the connection
  *
  * One process, one loop, nothing waits: a pipe or a channel that is full is left alone until it is not, and who produces stops while much
  * is to be sent. All buffers and tables are bounded. Nothing here is secret; whoever is root in the guest may replace it, and then the host
