@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -114,7 +115,6 @@ class Vmm:
         self._killed = False
         self._reason = ""
         self._loaded, self._load_failure = asyncio.Event(), ""
-        self._sending = asyncio.Lock()  # a descriptor goes with the command that is sent next
         self._errors = Tail(Path(record.place.directory) / ERRORS_FIFO)
         self._serial = Tail(Path(record.place.directory) / SERIAL_FIFO)
         self._loop.add_reader(pidfd, self._on_death)
@@ -198,7 +198,7 @@ class Vmm:
                 os.close(pidfd)
             else:
                 await vmm.let_go()
-            if isinstance(error, OSError):
+            if isinstance(error, OSError | Internal):
                 raise SandboxLost(f"QEMU cannot be reached: {error}") from error
             raise
 
@@ -291,18 +291,20 @@ class Vmm:
             raise Unsupported("this machine's memory lies on no file")
         base, private = Path(self.record.ram), not self.record.ram_shared
         try:
-            return await asyncio.to_thread(memory.dump, self.pid, MAPPED_RAM, base, to, private=private)
-        except (ProcessLookupError, FileNotFoundError) as error:
-            if self.alive():
+            written = await asyncio.to_thread(memory.dump, self.pid, MAPPED_RAM, base, to, private=private)
+        except (OSError, Internal) as error:
+            if self.alive() or isinstance(error, FileExistsError):
                 raise
             raise SandboxLost("QEMU died while its memory was read") from error
+        if not self.alive():  # a process that ends loses its pages one by one, before it is gone
+            to.unlink()
+            raise SandboxLost("QEMU died while its memory was read")
+        return written
 
     async def add_fd(self, fd: int, *, number: int | None = None) -> tuple[int, str]:
         """Give QEMU another open file: (number of the set, the name to use it by). The caller closes its own."""
         arguments = {} if number is None else {"fdset-id": number}
-        async with self._sending:
-            self.qmp.send_fd(fd)
-            answer = await self.execute("add-fd", arguments)
+        answer = await self.execute("add-fd", arguments, fd=fd)
         if not isinstance(answer, dict) or not isinstance(answer.get("fdset-id"), int):
             raise Internal(f"QEMU answers add-fd with {answer!r}")
         return answer["fdset-id"], f"/dev/fdset/{answer['fdset-id']}"
@@ -340,10 +342,10 @@ class Vmm:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                async with self._sending:
-                    self.qmp.send_fd(theirs.fileno())
-                    await self.call("getfd", fdname="viewer")
-                    await self.call("add_client", protocol="vnc", fdname="viewer", skipauth=True)
+                # A name of its own, for two may come at once.
+                name = f"viewer-{secrets.token_hex(4)}"
+                await self.execute("getfd", {"fdname": name}, fd=theirs.fileno())
+                await self.call("add_client", protocol="vnc", fdname=name, skipauth=True)
         except BaseException:
             ours.close()
             raise
@@ -396,10 +398,12 @@ class Vmm:
         """A QMP command; see `Qmp.call`. Raises SandboxLost if QEMU is dead or silent, Internal if it refuses."""
         return await self.execute(command, {name.replace("_", "-"): value for name, value in arguments.items()}, timeout_s=timeout_s)
 
-    async def execute(self, command: str, arguments: Mapping[str, object], *, timeout_s: float = CALL_TIMEOUT_S) -> object:
-        """As `call`, with the names as they are."""
+    async def execute(
+        self, command: str, arguments: Mapping[str, object], *, fd: int | None = None, timeout_s: float = CALL_TIMEOUT_S
+    ) -> object:
+        """As `call`, with the names as they are, and perhaps a descriptor."""
         try:
-            return await self.qmp.execute(command, arguments, timeout_s=timeout_s)
+            return await self.qmp.execute(command, arguments, fd=fd, timeout_s=timeout_s)
         except QmpGone as error:
             if self.alive():
                 raise Unavailable(f"QEMU does not answer: {error}") from error

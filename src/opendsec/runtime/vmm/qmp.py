@@ -17,9 +17,9 @@ from opendsec.kernel import procfs
 CALL_TIMEOUT_S = 20.0
 CONNECT_TIMEOUT_S = 20.0
 
-# The library tells its own log of every disconnect, which for us is how a machine ends.
+# The library tells its log of every disconnect, and takes some for bugs of its own; for us that is how a machine ends.
 _LOG = logging.getLogger("opendsec.qmp")
-_LOG.setLevel(logging.CRITICAL)
+_LOG.disabled = True
 
 
 class QmpError(Exception):
@@ -40,6 +40,7 @@ class Qmp:
     def __init__(self, client: QMPClient, on_event: Callable[[str, Mapping[str, object]], None]) -> None:
         self._client = client
         self._on_event = on_event
+        self._sending = asyncio.Lock()
         self._listener = EventListener()
         client.register_listener(self._listener)
         self._events = asyncio.ensure_future(self._hand_on())
@@ -73,22 +74,25 @@ class Qmp:
         """Run a command; its `return`. Underscores of argument names are sent as hyphens. Raises QmpError, QmpGone."""
         return await self.execute(command, {name.replace("_", "-"): value for name, value in arguments.items()}, timeout_s=timeout_s)
 
-    async def execute(self, command: str, arguments: Mapping[str, object], *, timeout_s: float = CALL_TIMEOUT_S) -> object:
-        """As `call`, with the names as they are."""
+    async def execute(
+        self, command: str, arguments: Mapping[str, object], *, fd: int | None = None, timeout_s: float = CALL_TIMEOUT_S
+    ) -> object:
+        """As `call`, with the names as they are. `fd`: a descriptor that goes with the command; the caller keeps its own."""
         try:
             async with asyncio.timeout(timeout_s):
-                answer: object = await self._client.execute(command, dict(arguments))
-                return answer
+                if fd is None:
+                    answer: object = await self._client.execute(command, dict(arguments))
+                    return answer
+                async with self._sending:  # QEMU takes it for the next command that wants one
+                    self._client.send_fd_scm(fd)
+                    answer = await self._client.execute(command, dict(arguments))
+                    return answer
         except ExecuteError as error:
             raise QmpError(command, str(error)) from error
         except TimeoutError:
             raise QmpGone(command, f"no answer within {timeout_s:g} s") from None
         except (QMPError, OSError, EOFError) as error:
             raise QmpGone(command, str(error) or "QEMU is gone") from error
-
-    def send_fd(self, fd: int) -> None:
-        """Descriptor for the command sent next. The caller keeps its own."""
-        self._client.send_fd_scm(fd)
 
     async def close(self) -> None:
         self._events.cancel()
