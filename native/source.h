@@ -28,6 +28,7 @@ struct python {
 	void *(*call)(void *, void *);						   /* PyObject_CallObject */
 	void (*forget)(void);							   /* PyErr_Clear */
 	long (*length)(void *); /* PyList_Size */
+	void (*release)(void *); /* Py_DecRef */
 	void *space, *path, *modules, *threading, *exits, *none_exits, *sys;
 	void *aged, *collect, *all, *young; /* gc.get_objects, gc.collect, and what to call them with */
 	void *stream_names[4], *streams[4], *flushes[4];
@@ -50,7 +51,11 @@ static void end_plainly(const struct python *p)
 	/* To collect everything is to empty the interpreter's lists of free objects, too: 8 pages written for nothing. Where no collection has
 	 * left objects of the call among the old yet, the young are all there are. */
 	void *aged = p->call(p->aged, p->all);
-	if (!aged || !p->call(p->collect, p->length(aged) ? p->all : p->young))
+	if (!aged)
+		return;
+	void *which = p->length(aged) ? p->all : p->young;
+	p->release(aged); /* it holds them */
+	if (!p->call(p->collect, which))
 		return;
 	for (int i = 0; i < 4; i++)
 		if (!p->call(p->flushes[i], 0))

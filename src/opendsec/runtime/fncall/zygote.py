@@ -103,12 +103,13 @@ def load(workdir: str) -> tuple[Callable[[], int], Callable[[], int], memoryview
 def tools() -> ctypes.Array[ctypes.c_int64] | None:
     """What native/source.h runs plain calls with, if this interpreter has it all."""
     names = "PyMarshal_ReadObjectFromString PyTuple_GetItem PyUnicode_CompareWithASCIIString PyUnicode_AsUTF8AndSize PyDict_Size"
-    names += " PyDict_GetItem PyDict_Clear Py_CompileStringObject PyEval_EvalCode PyObject_CallObject PyErr_Clear PyList_Size"
+    names += " PyDict_GetItem PyDict_Clear Py_CompileStringObject PyEval_EvalCode PyObject_CallObject PyErr_Clear PyList_Size Py_DecRef"
     streams = ("stdout", "__stdout__", "stderr", "__stderr__")
     flushes = [getattr(getattr(sys, name), "flush", None) for name in streams]
     if seed is not None or None in flushes or not all(hasattr(ctypes.pythonapi, name) for name in names.split()):
         return None
-    objects = [main.__dict__, default[1], sys.modules, "threading", exits, exits(), sys.__dict__, gc.get_objects, collect, (2,), (1 if sys.version_info < (3, 13) else 2,)]
+    young = 1 if sys.version_info < (3, 13) else 2  # since then it is not sure what that takes in
+    objects = [main.__dict__, default[1], sys.modules, "threading", exits, exits(), sys.__dict__, gc.get_objects, collect, (2,), (young,)]
     objects += [*streams, *(getattr(sys, name) for name in streams), *flushes]
     kept.append(objects)
     places = [ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value or 0 for name in names.split()]
