@@ -152,6 +152,7 @@ class Rig:
             tick_s=0.1,
             linger_s=0.5,
             quiet_s=0.0,
+            small_bytes=0,  # layers of tests are small, and are to be watched
         )
         return Settings(**{name: more.get(name, getattr(base, name)) for name in base.__struct_fields__})
 

@@ -84,7 +84,7 @@ async def _fetch(remotes: Sequence[RemoteStore], key: str, table: ChunkTable, fd
     raise error
 
 
-def _keep(table: ChunkTable, fd: int, first: int, data: bytes) -> int | None:
+def _keep(table: ChunkTable, fd: int, first: int, data: bytes | memoryview) -> int | None:
     wrong = table.first_mismatch(first, data)
     if wrong is None:
         view, at = memoryview(data), table.span(first)[0]

@@ -78,3 +78,22 @@ async def test_a_complete_layer_asks_no_more(tmp_path: Path) -> None:
             assert await rig.read(await rig.mount(loader, layer), "big") == layer.files["big"]
             stats = await loader.stats()
             assert stats.events == asked and stats.layers[0].complete
+
+
+async def test_a_small_layer_is_loaded_whole_and_asks_no_more_at_once(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        small = rig.layer({f"f{n}": noise(200_000, n) for n in range(5)})
+        large = rig.layer({f"g{n}": noise(200_000, n) for n in range(10)})
+        async with rig.loader(small_bytes=1 << 20, tick_s=60) as loader:  # nobody keeps house
+            mounts = [await rig.mount(loader, layer) for layer in (small, large)]
+            assert await rig.read(mounts[0], "f0") == small.files["f0"]
+            while not (await loader.stats()).layers[0].complete:
+                await asyncio.sleep(0)
+            await loader.warm(small.digest)  # waits for the mark to be taken away
+            before = (await loader.stats()).events
+            for name, content in small.files.items():
+                assert await rig.read(mounts[0], name) == content
+            assert (await loader.stats()).events == before
+            assert await rig.read(mounts[1], "g0") == large.files["g0"]
+            assert (await loader.stats()).events > before
+            assert not next(one for one in (await loader.stats()).layers if one.digest == large.digest).complete

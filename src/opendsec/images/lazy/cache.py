@@ -187,30 +187,47 @@ class CachedLayer:
         """Keep chunk `index`, if these bytes are right; False if they are not. Raises OSError (ENOSPC)."""
         if not self.table.matches(index, data):
             return False
-        start, _ = self.table.span(index)
-        view = memoryview(data)
+        self._write(range(index, index + 1), memoryview(data))
+        return True
+
+    def store_run(self, first: int, data: bytes | memoryview) -> list[int]:
+        """Keep the chunks from `first` on of which `data` is made, as far as they are right; those that are not. Raises OSError
+        (ENOSPC)."""
+        view, size = memoryview(data), self.table.chunk_bytes
+        count = -(-len(view) // size)
+        wrong = [index for index in range(first, first + count) if not self.table.matches(index, _part(view, size, index - first))]
+        start = first
+        for end in [*wrong, first + count]:  # what lies between wrong ones in one piece: each call is a chance to wait for other threads
+            if start < end:
+                self._write(range(start, end), _part(view, size, start - first, end - start))
+            start = end + 1
+        return wrong
+
+    def _write(self, chunks: range, view: memoryview) -> None:
+        start, _ = self.table.span(chunks.start, len(chunks))
         while view:
             written = os.pwrite(self.fd, view, start)
             view, start = view[written:], start + written
-        self._set_here(index)
-        return True
+        self._set_here(chunks)
 
     def confirm(self, index: int) -> bool:
         """Whether a HINTED chunk is what it should be; it is HERE then, else ABSENT."""
         if self.map.states[index] == HINTED:
             if self.table.matches(index, self.read_chunk(index)):
-                self._set_here(index)
+                self._set_here(range(index, index + 1))
             else:
                 with self.lock:
                     self.map.set(index, ABSENT)
         return self.map.states[index] == HERE
 
-    def _set_here(self, index: int) -> None:
+    def _set_here(self, chunks: range) -> None:
+        now = time.monotonic()
         with self.lock:
-            if self.map.states[index] != HERE:
-                self.map.set(index, HERE)
-                self.here += 1
-                self._touched[index] = time.monotonic()
+            for index in chunks:
+                if self.map.states[index] != HERE:
+                    self.map.set(index, HERE)
+                    self.here += 1
+                    self._touched[index] = now
 
     def droppable(self, quiet_s: float) -> list[int]:
         """Chunks here that nobody asked for during `quiet_s`, coldest first."""
@@ -248,6 +265,10 @@ class CachedLayer:
         self.map.close(clean=clean)
         fd, self.fd = self.fd, -1
         os.close(fd)
+
+
+def _part(view: memoryview, size: int, first: int, count: int = 1) -> memoryview:
+    return view[first * size : (first + count) * size]
 
 
 def _open_data(path: Path, inherited: Mapping[Key, int]) -> int:

@@ -41,6 +41,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     stores: Path  # `stores.toml`
     mechanism: Mechanism
     limit_bytes: int = 0  # of the cache; 0 = none
+    small_bytes: int = 4 << 20  # layers up to this size are loaded whole once they are used
     parallel: int = 32
     deadline_s: float = 120.0
     quiet_s: float = 30.0

@@ -3,7 +3,7 @@
 
 A chunk that somebody wants is one job, however many wait for it. A job is queued until a fetch takes it, together with queued neighbours.
 Demand, which a reader waits for, goes first and has fetches of its own; prefetch (read-ahead, traces, warming) takes what is left, in
-its own order. A job moves from prefetch to demand when a reader comes for it.
+its own order, as much as the line carries (`line`). A job moves from prefetch to demand when a reader comes for it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Protocol
 
 from opendsec.images.lazy.cache import CachedLayer
 from opendsec.images.lazy.chunkmap import HERE
+from opendsec.images.lazy.line import Line
 
 PARALLEL = 32
 FOR_DEMAND = 8  # of these, never taken by prefetch
@@ -28,6 +29,7 @@ REMEMBER_FAILURE_S = 1.0
 
 Failures = dict[int, int]  # chunk → errno
 Done = Callable[[int], None]  # gets 0 or an errno, on the loop
+OnFetched = Callable[[CachedLayer], None]
 
 
 class Fetcher(Protocol):
@@ -78,6 +80,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fetcher, self._clock = fetcher, clock
+        self.on_fetched: OnFetched = _ignore  # called after each fetch
         self._parallel, self._for_demand, self._largest = parallel, min(for_demand, parallel - 1), largest
         self._queues: dict[CachedLayer, _Queue] = {}
         self._demand: dict[tuple[CachedLayer, int], None] = {}  # in order of arrival
@@ -85,6 +88,7 @@ class Engine:
         self._arrivals = 0
         self._running: set[asyncio.Task[None]] = set()
         self._prefetching = self._chunks_prefetching = 0
+        self._line = Line()
 
     def want(self, layer: CachedLayer, chunks: Iterable[int], done: Done) -> list[int]:
         """A reader waits: `done` is called when all are HERE, perhaps at once, or when one cannot be had. Returns those that nobody had
@@ -173,12 +177,16 @@ class Engine:
         while self._demand and len(self._running) < self._parallel:
             (layer, index) = next(iter(self._demand))
             self._start(layer, index, prefetching=False)
-        while self._prefetch and self._prefetching < self._parallel - self._for_demand and len(self._running) < self._parallel:
+        while self._prefetch and self._may_prefetch():
             _, _, layer, index = heapq.heappop(self._prefetch)
             queue = self._queues.get(layer)
             job = queue.jobs.get(index) if queue else None
             if job is not None and not job.running:
                 self._start(layer, index, prefetching=True)
+
+    def _may_prefetch(self) -> bool:
+        free = self._prefetching < self._parallel - self._for_demand and len(self._running) < self._parallel
+        return free and self._chunks_prefetching < self._line.window
 
     def _start(self, layer: CachedLayer, index: int, *, prefetching: bool) -> None:
         queue = self._queue(layer)
@@ -202,6 +210,7 @@ class Engine:
 
     async def _fetch(self, queue: _Queue, first: int, count: int, prefetching: bool) -> None:
         failures: Failures = {}
+        began = self._clock()
         try:
             failures = await self._fetcher.fetch(queue.layer, first, count)
         except BaseException:
@@ -213,7 +222,10 @@ class Engine:
             task = asyncio.current_task()
             if task is not None:
                 self._running.discard(task)
-            until = self._clock() + REMEMBER_FAILURE_S
+            now = self._clock()
+            if not failures:
+                self._line.note(now - began, count)
+            until = now + REMEMBER_FAILURE_S
             for index in range(first, first + count):
                 error = failures.get(index, 0)
                 if error:
@@ -224,6 +236,7 @@ class Engine:
                 for waiter in job.waiters if job else ():
                     waiter.one(error)
             self._dispatch()
+            self.on_fetched(queue.layer)
 
 
 def _resolve(future: asyncio.Future[int], error: int) -> None:
@@ -232,4 +245,8 @@ def _resolve(future: asyncio.Future[int], error: int) -> None:
 
 
 def _nothing(error: int) -> None:
+    pass
+
+
+def _ignore(layer: CachedLayer) -> None:
     pass

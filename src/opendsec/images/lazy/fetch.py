@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import errno
 import os
-import struct
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
@@ -21,6 +20,7 @@ from typing import Protocol
 from opendsec.api.errors import OpenDSecError
 from opendsec.images.layers import DATA
 from opendsec.images.lazy.cache import CachedLayer
+from opendsec.images.lazy.chunkmap import ABSENT
 from opendsec.images.lazy.engine import Failures
 from opendsec.images.origins import Origin
 from opendsec.images.remote.store import RemoteStore, StoreError
@@ -59,7 +59,8 @@ class LayerFetcher:
         code, why = errno.EIO, "nothing has it"
         try:
             async with asyncio.timeout(self._deadline_s):
-                left = await self._in_thread(self._from_here, layer, left)
+                if self._may_be_here(layer, left):
+                    left = await self._in_thread(self._from_here, layer, left)
                 if left:
                     left, code, why = await self._from_stores(layer, left)
         except TimeoutError:
@@ -77,6 +78,10 @@ class LayerFetcher:
 
     async def _in_thread(self, work: Callable[[CachedLayer, list[int]], list[int]], layer: CachedLayer, chunks: list[int]) -> list[int]:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, layer, chunks)
+
+    def _may_be_here(self, layer: CachedLayer, chunks: list[int]) -> bool:
+        """Seen without a look at the disk: mostly nothing is, and a thread would be asked for nothing."""
+        return any(layer.map.states[index] != ABSENT or self._local.knows(layer, index) for index in chunks)
 
     def _from_here(self, layer: CachedLayer, chunks: list[int]) -> list[int]:
         left = []
@@ -127,17 +132,12 @@ class LayerFetcher:
         self.fetched_bytes += len(data)
         for attempt in (1, 2):
             try:
-                return await self._in_thread(lambda layer, chunks: _keep(layer, chunks, data), layer, run)
+                return await self._in_thread(lambda layer, chunks: layer.store_run(chunks[0], data), layer, run)
             except OSError as error:
                 if error.errno not in NO_SPACE or attempt == 2 or self._make_room is None:
                     raise
             await self._make_room(length)
         return run
-
-
-def _keep(layer: CachedLayer, run: list[int], data: bytes) -> list[int]:
-    view, size = memoryview(data), layer.table.chunk_bytes
-    return [index for place, index in enumerate(run) if not layer.store(index, view[place * size : (place + 1) * size])]
 
 
 def _runs(chunks: Sequence[int]) -> list[tuple[int, int]]:
@@ -151,7 +151,12 @@ def _runs(chunks: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
-_KEY, _INDEX_BITS = struct.Struct(">Q24x"), 32
+_DIGEST_BYTES, _INDEX_BITS = 32, 32
+
+
+def _keys(digests: bytes) -> list[int]:
+    """Of each checksum its first eight bytes."""
+    return memoryview(digests).cast("Q")[:: _DIGEST_BYTES // 8].tolist()
 
 
 class LocalIndex:
@@ -168,19 +173,29 @@ class LocalIndex:
 
     def add(self, source: CachedLayer | str, digests: bytes) -> None:
         """`source`: a cached layer, or the path of a whole data file in chunks of the usual size."""
-        number = len(self._sources)
+        first = len(self._sources) << _INDEX_BITS
         self._sources.append(source)
-        known = self._places.setdefault
-        fitting = digests[: max(0, self.MAX_ENTRIES - len(self._places)) * _KEY.size]
-        for index, (key,) in enumerate(_KEY.iter_unpack(fitting)):  # of a large layer tens of thousands, while its `create` waits
-            known(key, number << _INDEX_BITS | index)
+        fitting = digests[: max(0, self.MAX_ENTRIES - len(self._places)) * _DIGEST_BYTES]
+        # Without a loop: of a large layer these are tens of thousands, while its `create` waits. Who was known first, stays.
+        keys = _keys(fitting)
+        known = {key: self._places[key] for key in self._places.keys() & keys}
+        self._places.update(zip(keys, range(first, first + len(keys)), strict=True))
+        self._places.update(known)
+
+    def knows(self, layer: CachedLayer, index: int) -> bool:
+        """Whether `find` is worth a try."""
+        source, place = self._place(layer, index)
+        return source is not layer and not (isinstance(source, CachedLayer) and source.missing([place]))
+
+    def _place(self, layer: CachedLayer, index: int) -> tuple[CachedLayer | str, int]:
+        """The source that has this chunk, `layer` if none other has, and the chunk's number there."""
+        (key,) = _keys(layer.table.digest(index))
+        found = self._places.get(key, -1)
+        return self._sources[found >> _INDEX_BITS] if found >= 0 else layer, found & ((1 << _INDEX_BITS) - 1)
 
     def find(self, layer: CachedLayer, index: int) -> bytes | None:
         """The bytes of a chunk that another layer here has; unchecked. Blocking."""
-        (key,) = _KEY.unpack(layer.table.digest(index))
-        found = self._places.get(key, -1)
-        place = found & ((1 << _INDEX_BITS) - 1)
-        source = self._sources[found >> _INDEX_BITS] if found >= 0 else layer
+        source, place = self._place(layer, index)
         if source is layer:
             return None
         _, length = layer.table.span(index)

@@ -45,6 +45,8 @@ from opendsec.kernel.fanotify import Group
 T = TypeVar("T")
 
 THREADS = 4
+GIL_S = 0.0005  # how long a thread may keep the interpreter from the one that answers readers
+SMALL_PLACE = 1 << 39  # after what traces say
 WARM_PLACE = 1 << 40  # after all that readers and traces want
 PATROL_PLACE = 1 << 41  # after everything else: comparing what a map only hints at
 
@@ -60,6 +62,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     group: int = -1
     limit_bytes: int = 0  # of the cache; 0 = none
     parallel: int = PARALLEL
+    small_bytes: int = 4 << 20
     deadline_s: float = DEADLINE_S
     quiet_s: float = evict.QUIET_S
     tick_s: float = 2.0
@@ -76,6 +79,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
 def run(family: Family) -> int:
     """The main function of a forked loader."""
+    sys.setswitchinterval(GIL_S)
     inherited = _sweep(family)
     return asyncio.run(_main(family, inherited))
 
@@ -119,10 +123,13 @@ class ReloadingStores:
             return None
 
     def refresh(self) -> None:
-        """Blocking, 0.1 s the first time. Raises OpenDSecError."""
+        """Blocking, 0.1 s the first time and 10 ms a store. Raises OpenDSecError."""
         if (stamp := self._look()) != self._stamp:
             self._stores = config.load(self._path)  # the old ones may be at work: they go with their last request
             self._stamp = stamp
+            for info in self._stores.infos():  # now: setting up a client takes 10 ms, for which the first reader would wait
+                with contextlib.suppress(OpenDSecError):
+                    self._stores.get(info.name)
 
     def get(self, name: str) -> RemoteStore:
         self.refresh()
@@ -147,6 +154,7 @@ class Loader:
             deadline_s=job.deadline_s,
         )
         self.engine = Engine(self.fetcher, parallel=job.parallel)
+        self.engine.on_fetched = self._fetched
         self.view_engine = Engine(ViewFetcher(self.engine, self._pool), parallel=job.parallel)
         self.watch: Watch | None = None
         self.fuse: FuseFiles | None = None
@@ -272,10 +280,17 @@ class Loader:
         return self._places.setdefault(name, itertools.count())
 
     def _replay(self, layer: CachedLayer) -> None:
-        """Once for each time that it is loaded anew."""
+        """Once for each time that it is loaded anew. A small layer is loaded whole: to watch its readers costs more."""
         if not layer.replayed and layer.upstream is None and not layer.complete:
             layer.replayed = True
             self.engine.prefetch(layer, self.traced(layer))
+            if layer.table.data_bytes <= self.job.small_bytes:
+                self.engine.prefetch(layer, ((chunk, SMALL_PLACE) for chunk in range(layer.table.count)))
+
+    def _fetched(self, layer: CachedLayer) -> None:
+        """At once, not when house is kept: each read of what has a mark costs its reader two switches between threads."""
+        if layer.complete and layer.marked:
+            self._registry_pool.submit(self.registry.unmark_if_complete, layer)
 
     def _patrol(self, layer: CachedLayer) -> None:
         """All seems to be here, but for certain: then it needs no mark."""

@@ -22,6 +22,8 @@ from opendsec.images.lazy.cache import CachedLayer
 from opendsec.images.lazy.engine import GUESSED, Engine
 from opendsec.kernel.fanotify import Event, Group
 
+NICE = -10  # a reader stands still until it is answered, which takes microseconds; loading may take turns with the sandboxes
+
 Find = Callable[[tuple[int, int]], CachedLayer | None]
 
 
@@ -52,7 +54,10 @@ class Watch:
         self._thread.start()
 
     def _run(self) -> None:
-        self.own.add(threading.get_native_id())
+        thread = threading.get_native_id()
+        self.own.add(thread)
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, NICE)  # of this thread alone
         poll = select.poll()
         poll.register(self._group.fd, select.POLLIN)
         while True:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore as Backend
 
 T = TypeVar("T")
+Bytes = TypeVar("Bytes", bytes, memoryview)
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _THREADS = 32
@@ -90,11 +91,11 @@ class ObjectStore:
 
         return await self._run(key, work)
 
-    async def get_range(self, key: str, start: int, length: int) -> bytes:
+    async def get_range(self, key: str, start: int, length: int) -> memoryview:
         import obstore
 
-        def work(abandoned: Abandoned) -> bytes:
-            return _exactly(self.name, key, bytes(obstore.get_range(self._backend, key, start=start, length=length)), length)
+        def work(abandoned: Abandoned) -> memoryview:
+            return _exactly(self.name, key, memoryview(obstore.get_range(self._backend, key, start=start, length=length)), length)
 
         return await self._run(key, work)
 
@@ -175,7 +176,7 @@ class ObjectStore:
         raise StoreError(kind, self.name, key, why)
 
 
-def _exactly(store: str, key: str, data: bytes, length: int) -> bytes:
+def _exactly(store: str, key: str, data: Bytes, length: int) -> Bytes:
     if len(data) != length:
         raise StoreError("damaged", store, key, f"the answer has {len(data)} bytes instead of {length}")
     return data

@@ -60,8 +60,8 @@ class Patient:
     async def get(self, key: str, *, limit: int) -> bytes:
         return await self._ask(key, lambda: self._store.get(key, limit=limit), expected_bytes=limit)
 
-    async def get_range(self, key: str, start: int, length: int) -> bytes:
-        async def attempt() -> bytes:
+    async def get_range(self, key: str, start: int, length: int) -> bytes | memoryview:
+        async def attempt() -> bytes | memoryview:
             data = await self._store.get_range(key, start, length)
             if len(data) != length:
                 raise StoreError("damaged", self.name, key, f"the answer has {len(data)} bytes instead of {length}")

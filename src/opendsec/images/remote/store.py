@@ -60,7 +60,7 @@ class RemoteStore(Protocol):
     async def get(self, key: str, *, limit: int) -> bytes:
         """The whole object; `damaged` if it is larger than `limit`."""
 
-    async def get_range(self, key: str, start: int, length: int) -> bytes:
+    async def get_range(self, key: str, start: int, length: int) -> bytes | memoryview:
         """Exactly `length` bytes; `damaged` if the object does not have them."""
 
     async def put(self, key: str, content: bytes | Path, *, progress: Callable[[int], None] = ignore) -> None:
