@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real tasks on a cold image: the repositories of the demo, their suites run by the judge's command.
 
+A cold run is compared with one where all of the image is here and in memory. Both are the first of a fresh edge; they take turns, and what
+counts is the median of the pairs: a noisy neighbour disturbs both halves of one, mostly.
+
 What a task touches is counted apart from the loader: the same sandboxes run over layers that are all here, whose files nobody has read
 since they were written, and then the kernel says which pages of the data files it has in memory (mincore).
 """
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import statistics
 import subprocess
 import time
 from collections.abc import Sequence
@@ -18,13 +22,14 @@ from pathlib import Path
 import opendsec as od
 from benchmarks.edges import STORE, edge, stores
 from benchmarks.large_image import LARGE, large_store
-from benchmarks.report import Report
+from benchmarks.report import Report, percentile
 from examples.demo import repos
 from opendsec.api.images import DirectorySource
-from tests.services import nginx_server
+from tests.services import Nginx, nginx_server
 
 PROJECTS = ("marshmallow", "sqlparse")
 LATENCY_MS, RATE_MBIT = 20, 1000
+PAIRS = 6  # of each project, traced; one of the others
 MIB = 1 << 20
 
 
@@ -45,7 +50,11 @@ class Task:
 class Ran:
     seconds: float
     bytes: int
-    cached_s: float  # the same with all of the image in the page cache
+    cached_s: float  # its pair's other half
+
+    @property
+    def slowdown(self) -> float:
+        return self.seconds / self.cached_s
 
 
 def tasks(cache: Path, projects: Sequence[str]) -> tuple[dict[str, Path], list[Task]]:
@@ -100,14 +109,17 @@ async def task(report: Report, remote: Path, folder: Path, *, quick: bool) -> No
     cache = Path(os.environ.get("OPENDSEC_TEST_IMAGES", "/var/tmp/opendsec-test-images")) / "downloads"
     projects = PROJECTS[:1] if quick else PROJECTS
     directories, chosen = await asyncio.to_thread(tasks, cache, projects)
-    depot = folder / "depot"
+    depot, local = folder / "depot", folder / "local"
     subprocess.run(["cp", "-r", "--link", str(remote), str(depot)], check=True)
-    cold: dict[str, list[Ran]] = {"untraced": [], "traced": []}
+    runs: dict[str, list[Ran]] = {"untraced": [], "traced": []}
+    hot: list[float] = []
     touched = 0
     async with edge(large_store(), ["--scratch-size", "1GiB"], store=stores(depot, writable=True)) as (here, process):
         await build(here, directories, chosen)
+        images = process.state_dir / "images"
+        subprocess.run(["cp", "-r", "--link", str(images), str(local)], check=True)
         for one in chosen:
-            files = list((process.state_dir / "images" / "layers").glob("*/data.blob"))
+            files = list((images / "layers").glob("*/data.blob"))
             await _unmounted(here)
             forget(files)
             before = resident_bytes(files)
@@ -115,27 +127,47 @@ async def task(report: Report, remote: Path, folder: Path, *, quick: bool) -> No
             touched += resident_bytes(files) - before
             await here.images.push(one.image, f"store:{STORE}/{one.image}")
         with nginx_server(depot, latency_ms=LATENCY_MS, rate_mbit=RATE_MBIT) as web:
-            for what, runs in cold.items():
+            for one in chosen:
+                runs["untraced"].append(await pair(web, local, one, cold_first=True))
+            for one in chosen:
+                await here.images.trace(one.image, one.argv, timeout_s=300)
+                await here.images.push(one.image, f"store:{STORE}/{one.image}")
+            for number in range(PAIRS):
                 for one in chosen:
-                    if what == "traced":
-                        await here.images.trace(one.image, one.argv, timeout_s=300)
-                        await here.images.push(one.image, f"store:{STORE}/{one.image}")
-                    async with edge(None, ["--scratch-size", "1GiB"], store=stores(web.url)) as (there, _):
-                        await there.images.pull(f"store:{STORE}/{one.image}")
-                        around = [await run(here, one)]  # right before and after, so that a noisy neighbour disturbs all alike
-                        before = web.counts().sent_bytes
-                        took = await run(there, one)
-                        fetched_bytes = web.counts().sent_bytes - before
-                        around.append(await run(here, one))
-                        runs.append(Ran(took, fetched_bytes, sum(around) / 2))
-    slowdown = {what: sum(one.seconds for one in runs) / sum(one.cached_s for one in runs) for what, runs in cold.items()}
-    fetched = {what: sum(one.bytes for one in runs) for what, runs in cold.items()}
-    report.note("images.task.cached", sum(one.cached_s for one in cold["traced"]), "s")
-    report.note("images.task.untraced_slowdown", slowdown["untraced"], "x")
+                    hot.append(await run(here, one))
+                    runs["traced"].append(await pair(web, local, one, cold_first=number % 2 == 0))
+    fetched = {what: sum(one.bytes for one in some) / len(some) * len(chosen) for what, some in runs.items()}
+    report.note("images.task.cached", statistics.median(one.cached_s for one in runs["traced"]), "s")
+    report.note("images.task.hot", statistics.median(one.seconds / was for one, was in zip(runs["traced"], hot, strict=True)), "x")
+    report.note("images.task.untraced_slowdown", statistics.median(one.slowdown for one in runs["untraced"]), "x")
     report.note("images.task.touched", touched / MIB, "MiB")
     report.note("images.task.untraced_fetched", fetched["untraced"] / touched, "x")
+    for name, share in (("low", 0.25), ("high", 0.75)):
+        report.note(f"images.task.slowdown_{name}", percentile([one.slowdown for one in runs["traced"]], share), "x")
     report.add("images.task.fetched", fetched["traced"] / touched)
-    report.add("images.task.slowdown", slowdown["traced"])
+    report.add("images.task.slowdown", statistics.median(one.slowdown for one in runs["traced"]))
+
+
+async def pair(web: Nginx, local: Path, one: Task, *, cold_first: bool) -> Ran:
+    """The same on two fresh edges: one has the image's metadata, the other all of it."""
+
+    async def cold() -> tuple[float, int]:
+        async with edge(None, ["--scratch-size", "1GiB"], store=stores(web.url)) as (client, _):
+            await client.images.pull(f"store:{STORE}/{one.image}")
+            before = web.counts().sent_bytes
+            return await run(client, one), web.counts().sent_bytes - before
+
+    async def cached() -> float:
+        async with edge(local, ["--scratch-size", "1GiB"]) as (client, _):
+            await client.images.inspect(one.image)
+            return await run(client, one)
+
+    if cold_first:
+        seconds, fetched = await cold()
+        return Ran(seconds, fetched, await cached())
+    near = await cached()
+    seconds, fetched = await cold()
+    return Ran(seconds, fetched, near)
 
 
 async def _unmounted(client: od.Client) -> None:
