@@ -201,7 +201,7 @@ async def test_a_guest_that_resets_ends_the_machine(vmms: Vmms) -> None:
 async def test_at_its_memory_limit_it_is_killed_and_says_so(vmms: Vmms) -> None:
     machine = vmms.machine(pages=12_000, shared=False)
     vmm = await vmms.start(machine, vmms.place(machine, memory_bytes=32 << 20))
-    assert await asyncio.wait_for(vmm.died, 30) == "QEMU was killed: its memory limit was reached"
+    assert await asyncio.wait_for(vmm.died, 90) == "QEMU was killed: its memory limit was reached"
 
 
 def make_disks(folder: Path) -> None:

@@ -11,10 +11,8 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import shutil
 import signal
 import socket
-import stat
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -23,48 +21,38 @@ from weakref import WeakSet
 import msgspec
 
 from opendsec.api.errors import Internal, SandboxLost, Unavailable, Unsupported
-from opendsec.kernel import cgroups, procfs, syscalls
+from opendsec.kernel import procfs, syscalls
 from opendsec.kernel.fds import reopen
 from opendsec.runtime.backend import Exit
-from opendsec.runtime.spawn import Message, Spawner, SpawnError, close_all
+from opendsec.runtime.spawn import Spawner, SpawnError, close_all
 from opendsec.runtime.vmm import arguments, memory, profile
 from opendsec.runtime.vmm.arguments import Accel
 from opendsec.runtime.vmm.console import Tail
+from opendsec.runtime.vmm.diagnosis import SHUTDOWN_REASONS, diagnosis
 from opendsec.runtime.vmm.machine import Machine
+from opendsec.runtime.vmm.place import (
+    AGENT_SOCKET,
+    CHANNEL_SOCKET,
+    ERRORS_FIFO,
+    QMP_SOCKET,
+    SERIAL_FIFO,
+)
+from opendsec.runtime.vmm.place import Place as Place
+from opendsec.runtime.vmm.place import group_limits as group_limits
+from opendsec.runtime.vmm.place import group_of as group_of
+from opendsec.runtime.vmm.place import overhead_bytes as overhead_bytes
+from opendsec.runtime.vmm.place import prepare as prepare
+from opendsec.runtime.vmm.place import remove as remove
 from opendsec.runtime.vmm.qmp import CALL_TIMEOUT_S, Qmp, QmpError, QmpGone, short_path
 
-QMP_SOCKET, CHANNEL_SOCKET, AGENT_SOCKET = "qmp", "guest", "agent"
-ERRORS_FIFO, SERIAL_FIFO = "errors", "serial"
 LOAD_TIMEOUT_S = 60.0
 DIE_TIMEOUT_S = 10.0
 MAX_SCREEN_BYTES = 64 << 20
 MAPPED_RAM = b"/ram"
 
-SHUTDOWN_REASONS = {
-    "guest-reset": "the guest reset the machine",
-    "guest-shutdown": "the guest shut the machine down",
-    "guest-panic": "the guest's kernel panicked",
-    "host-signal": "QEMU was told to end by a signal",
-    "host-qmp-quit": "QEMU was told to end",
-    "host-error": "QEMU met an error",
-}
-
-
 T = TypeVar("T")
 _profiled: WeakSet[Spawner] = WeakSet()
 """Spawners that have our filter."""
-
-
-class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a QEMU is to run: what the host gives it."""
-
-    name: str
-    directory: str  # of its sockets: `<run_dir>/vm/<name>`, made by `start`, removed by `kill`
-    group: str  # its control group, relative to the hierarchies' roots
-    limits: Mapping[str, float | int]  # of the group, by the names of `kernel.cgroups`; memory is the guest's and `overhead_bytes`
-    uid: int  # of the host; nobody else's
-    root: str  # what it has for a root directory: `programs.prepare`
-    staging: str  # an existing directory to mount at, in its own namespace
 
 
 class VmmRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,23 +67,6 @@ class VmmRecord(msgspec.Struct, frozen=True, kw_only=True):
     channel: bool = True
     ram: str = ""
     ram_shared: bool = False
-
-
-def overhead_bytes(machine: Machine) -> int:
-    """Memory that QEMU needs besides the guest's: itself, translated code, block caches, the screen's buffers."""
-    return (96 << 20) + (8 << 20) * machine.cpus + ((64 << 20) if machine.display else 0)
-
-
-def group_limits(machine: Machine, *, cpu: float, cpu_weight: int | None = None) -> dict[str, float | int]:
-    """Limits of the control group for a machine that may use `cpu` cores."""
-    limits: dict[str, float | int] = {
-        "memory_bytes": machine.memory_bytes + overhead_bytes(machine),
-        "cpu_cores": cpu,
-        "pids": machine.cpus + 80,  # virtual CPUs, and at most 64 threads for disks
-    }
-    if cpu_weight is not None:
-        limits["cpu_weight"] = cpu_weight
-    return limits
 
 
 class Vmm:
@@ -494,117 +465,6 @@ class Vmm:
             await vmm.kill()
         else:
             await remove(place)
-
-
-def diagnosis(exit: Exit | None, *, reason: str, killed: bool, oom: bool, errors: str) -> str:
-    """Why QEMU ended, in one line."""
-    if killed:
-        return "the machine was ended"
-    if oom:
-        what = "QEMU was killed: its memory limit was reached"
-    elif exit is not None and exit.signal == signal.SIGSYS:
-        what = "QEMU was killed for a system call that its filter forbids"
-    elif exit is not None and exit.signal is not None:
-        what = f"QEMU was killed by signal {exit.signal}"
-    elif reason:
-        what = reason
-    elif exit is not None and exit.code is not None:
-        what = f"QEMU ended with {exit.code}"
-    else:
-        what = "QEMU ended"
-    last = [line for line in errors.strip().splitlines() if line][-3:]
-    return f"{what}: {' / '.join(last)[-500:]}" if last else what
-
-
-def group_of(place: Place) -> cgroups.Group:
-    return cgroups.discover().group(place.group)
-
-
-async def remove(place: Place) -> None:
-    """Everything of a machine that is dead or is to die: processes, group, directory. May be repeated."""
-    try:
-        await asyncio.to_thread(group_of(place).remove)
-    except TimeoutError as error:
-        raise Unavailable(f"{place.name} does not die: {error}") from error
-    finally:
-        await asyncio.to_thread(shutil.rmtree, place.directory, ignore_errors=True)
-
-
-def prepare(
-    machine: Machine, place: Place, accel: Accel, taps: Sequence[int], tpm: int | None, held: list[int]
-) -> tuple[Message, list[int]]:
-    """What `kernel.machine.start` takes, and the descriptors to send along, which are left in `held` as well."""
-    if len(taps) != len(machine.nics) or (tpm is None) == machine.tpm:
-        raise ValueError("a tap for each network card, and a TPM if there is to be one")
-    words = arguments.arguments(machine, accel)
-    directory = Path(place.directory)
-    numbers, given = [], []
-
-    def give(number: int, fd: int) -> None:
-        numbers.append(number)
-        given.append(fd)
-
-    sockets = [(arguments.QMP_FD, QMP_SOCKET)]
-    if machine.channel:
-        sockets.append((arguments.CHANNEL_FD, CHANNEL_SOCKET))
-    if machine.agent:
-        sockets.append((arguments.AGENT_FD, AGENT_SOCKET))
-    for number, name in sockets:
-        held.append(listening(directory, name))
-        give(number, held[-1])
-    for name in (ERRORS_FIFO, SERIAL_FIFO):
-        os.mkfifo(directory / name, 0o600)
-        # For both directions: so nobody needs to listen for it to be written to.
-        held.append(os.open(directory / name, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
-    errors, serial = held[-2:]
-    held.append(os.open(directory / SERIAL_FIFO, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-    for number, fd in ((0, serial), (1, errors), (2, errors), (arguments.SERIAL_FD, held[-1])):
-        give(number, fd)
-    for index, tap in enumerate(taps):
-        give(arguments.nic_fd(machine, index), tap)
-    if tpm is not None:
-        give(arguments.tpm_fd(machine), tpm)
-    for file in arguments.inside(machine):
-        admit(file, place.uid)
-    plan: Message = {
-        "group": place.group,
-        "limits": dict(place.limits),
-        "uid": place.uid,
-        "root": os.fsencode(place.root),
-        "staging": os.fsencode(place.staging),
-        "inside": [(os.fsencode(file.path), file.name.encode(), file.writable) for file in arguments.inside(machine)],
-        "open": [(file.fd, os.fsencode(file.path), file.writable) for file in arguments.descriptors(machine, accel)],
-        "given": numbers,
-        "argv": [os.fsencode(word) for word in words],
-        "env": {b"PATH": b"/usr/bin", b"TMPDIR": b"/tmp"},
-        "rlimits": profile.rlimits(),
-        "profile": profile.NAME,
-        "hostname": b"machine",
-    }
-    return plan, given
-
-
-def listening(directory: Path, name: str) -> int:
-    """A descriptor of a new socket that is listened at."""
-    at = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            sock.bind(short_path(at, directory / name))
-            os.chmod(directory / name, 0o600)
-            sock.listen(4)
-            return sock.detach()
-    finally:
-        os.close(at)
-
-
-def admit(file: arguments.Inside, uid: int) -> None:
-    """Let QEMU's user open a file by name. Nobody else gets at it through that: no name of the host's leads there for them."""
-    facts = os.stat(file.path)
-    if file.writable:
-        if facts.st_uid != uid:
-            os.chown(file.path, uid, uid)
-    elif facts.st_mode & 0o444 != 0o444:
-        os.chmod(file.path, stat.S_IMODE(facts.st_mode) | 0o444)
 
 
 def migration_channel(name: str) -> dict[str, object]:
