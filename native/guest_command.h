@@ -108,6 +108,11 @@ static void command_exited(struct command *c, int status, const struct rusage *u
 	if (!c->released) {
 		u64 cpu_us = (u64)(usage->ru_utime.tv_sec + usage->ru_stime.tv_sec) * 1000000 + (u64)(usage->ru_utime.tv_usec + usage->ru_stime.tv_usec);
 		u64 tree_us = c->group >= 0 ? group_cpu_us(c->group) : 0;
+		u64 sent = ~0ull;
+		while (c->master >= 0 && c->streams[1].source.fd >= 0 && c->streams[1].credit && sent != c->streams[1].sent) {
+			sent = c->streams[1].sent; /* a terminal tells what it holds only once it was read to its end */
+			stream_readable(&c->streams[1].source, 0);
+		}
 		begin(TYPE_EXIT, 0, c->object.id);
 		put_u32(WIFSIGNALED(status) ? EXIT_SIGNAL : EXIT_CODE);
 		put_u32((u32)(WIFSIGNALED(status) ? WTERMSIG(status) : WEXITSTATUS(status)));
@@ -185,7 +190,7 @@ static int open_descriptors(struct command *c, const char *kinds, u32 n_kinds, u
 	for (u32 i = 0; i < n_kinds; i++) {
 		int ends[2] = { -1, -1 };
 		u8 kind = (u8)kinds[i];
-		if (kind != KIND_NULL && pipe2(ends, O_CLOEXEC) < 0)
+		if (kind != KIND_NULL && (pipe2(ends, O_CLOEXEC) < 0 || fchmod(ends[0], 0666) < 0)) /* any user may open /dev/stdout */
 			return -errno;
 		launch->fds[i] = ends[kind == KIND_OUT];
 		int near = ends[kind == KIND_IN];

@@ -141,6 +141,8 @@ static void on_stream(const struct header *h, struct in *in)
 		break;
 	case TYPE_CLOSE:
 		close_stream(s);
+		if (s->number == 1 || s->number == 2)
+			let_higher_go(s);
 		break;
 	}
 	if (result < 0)

@@ -19,6 +19,8 @@ struct stream {
 	u32 queued_from, queued_to;
 	u8 *queue; /* KIND_IN: what the pipe did not take */
 	u64 sent;
+	u8 held; /* KIND_OUT: waits until of streams 1 and 2 was sent what is in `before` */
+	u64 before[2];
 };
 
 static void stream_frame(struct stream *s, u16 type)
@@ -50,12 +52,53 @@ static void close_stream(struct stream *s)
 
 /* --- out of the guest ------------------------------------------------------------------------------------------------ */
 
+static void stream_readable(struct source *source, u32 events);
+
+static u64 stream_end(struct stream *s);
+
+static int lower_sent(struct stream *s)
+{
+	for (int i = 0; i < 2; i++) {
+		struct stream *lower = s - s->number + 1 + i;
+		if (lower->kind == KIND_OUT && lower->source.fd >= 0 && lower->sent < s->before[i])
+			return 0;
+	}
+	return 1;
+}
+
+/* What is said on 3 and above (that a shell is done) stands for what was written to 1 and 2 before: that goes first. */
+static int hold(struct stream *s)
+{
+	for (int i = 0; i < 2; i++) {
+		struct stream *lower = s - s->number + 1 + i;
+		s->before[i] = stream_end(lower);
+		while (lower->source.fd >= 0 && lower->credit && lower->sent < s->before[i]) {
+			u64 sent = lower->sent;
+			stream_readable(&lower->source, 0);
+			if (lower->sent == sent)
+				break;
+		}
+	}
+	s->held = !lower_sent(s);
+	return s->held;
+}
+
+static void let_higher_go(struct stream *s)
+{
+	for (struct stream *higher = s + 3 - s->number; higher < s + MAX_STREAMS - s->number; higher++)
+		if (higher->held && lower_sent(higher)) {
+			higher->held = 0;
+			if (higher->source.fd >= 0 && higher->credit)
+				arm(&higher->source, EPOLLIN);
+		}
+}
+
 static void stream_readable(struct source *source, u32 events)
 {
 	struct stream *s = (struct stream *)source;
 	size_t most = s->credit < MAX_PAYLOAD ? s->credit : MAX_PAYLOAD;
 	(void)events;
-	if (!most) {
+	if (!most || (s->number > 2 && (s->held || hold(s)))) {
 		arm(source, 0);
 		return;
 	}
@@ -68,6 +111,7 @@ static void stream_readable(struct source *source, u32 events)
 			return;
 		stream_frame(s, TYPE_EOF); /* a terminal whose other side is closed says EIO */
 		close_stream(s);
+		let_higher_go(s);
 		return;
 	}
 	tx_to += (size_t)got;
@@ -76,6 +120,8 @@ static void stream_readable(struct source *source, u32 events)
 	s->sent += (u64)got;
 	if (!s->credit)
 		arm(source, 0);
+	if (s->number <= 2)
+		let_higher_go(s);
 }
 
 /* What will have been sent when all that is in the pipe by now is. */
@@ -191,7 +237,7 @@ static int stream_credit(struct stream *s, u32 bytes)
 	if (bytes > INITIAL_CREDIT - s->credit)
 		return -1;
 	s->credit += bytes;
-	if (s->credit)
+	if (s->credit && !s->held)
 		arm(&s->source, EPOLLIN);
 	return 0;
 }
