@@ -2,8 +2,8 @@
 """Build hook: compiles the programs in native/ with the system C compiler into the package.
 
 Each native/<name>.c becomes src/opendsec/_native/dsec-<name>, one static program without libc, but for those in SHARED, which
-become dsec-<name>.so, a library that needs none, and those in WITH_LIBC, which are linked with it statically. The hook runs for wheels and for editable installs alike, so a checkout and an
-installed package find the programs at the same place.
+become dsec-<name>.so, a library that needs none, and those in WITH_LIBC, which are linked with it statically. The hook runs for
+wheels and for editable installs alike, so a checkout and an installed package find the programs at the same place.
 It can be run by hand, too: ``python hatch_build.py`` rebuilds the programs and nothing else.
 """
 

@@ -141,6 +141,8 @@ static void set_up(void)
 	while ((guest.null = open("/dev/null", O_RDWR | O_CLOEXEC)) >= 0 && guest.null < RESERVED_FDS)
 		;
 	guest.random = open("/dev/urandom", O_RDONLY | O_CLOEXEC);
+	for (int number = 1; number < NSIG; number++)
+		signal(number, SIG_DFL); /* who started us may have ignored some, and commands would too */
 	signal(SIGPIPE, SIG_IGN);
 	sigemptyset(&guest.no_signals);
 	sigemptyset(&heard);

@@ -27,7 +27,8 @@ ERROR = 0xFFFF
 def numbers() -> dict[str, int]:
     """The header's constants."""
     found = re.findall(r"\b([A-Z][A-Z0-9_]+) = (0x[0-9A-Fa-f]+|\d+(?: << \d+)?)", (NATIVE / "guest_protocol.h").read_text())
-    return {name: int(value.split(" << ")[0], 0) << int((value.split(" << ") + ["0"])[1]) for name, value in found}
+    shifts = {name: [int(part, 0) for part in value.split(" << ")] for name, value in found}
+    return {name: value[0] << (value[1] if len(value) > 1 else 0) for name, value in shifts.items()}
 
 
 N = numbers()
@@ -176,9 +177,11 @@ class Guest:
         _, answer = self.next(kind | ANSWER, id)
         return Command(self, id, Payload(answer).take("I")[0])
 
-    def run(self, argv: Sequence[str], **options: object) -> tuple[int, bytes]:
+    def run(
+        self, argv: Sequence[str], *, user: str = "", cwd: str = "/", env: Sequence[str] = (), open_files: int = 0
+    ) -> tuple[int, bytes]:
         """(exit code, standard output)."""
-        command = self.exec(argv, **options)  # type: ignore[arg-type]
+        command = self.exec(argv, user=user, cwd=cwd, env=env, open_files=open_files)
         kind, code, _ = command.exit()
         output = command.output(1)
         command.release()
@@ -223,7 +226,7 @@ class Command:
         """(0 exit or 1 signal, code or signal, the rest)."""
         _, data = self.guest.next(N["TYPE_EXIT"], self.id)
         payload = Payload(data)
-        kind, code, cpu_us, rss, alive, oom, denied, disk, inodes, count = payload.take("IIQQIQQIII")
+        kind, code, cpu_us, rss, alive, oom, denied, _, _, count = payload.take("IIQQIQQIII")
         ends = payload.take(f"{count}Q")
         assert payload.over
         return kind, code, {"cpu_us": cpu_us, "rss": rss, "alive": alive, "oom_kills": oom, "pids_denied": denied, "ends": ends}
@@ -267,9 +270,7 @@ def service(program: Path = PROGRAM, *, root: Path | str = "/", stderr: Path | N
         stack.callback(_end, process)
         other.close()
         stack.callback(mine.close)
-        guest = Guest(mine)
-        guest.process = process  # type: ignore[attr-defined]
-        yield guest
+        yield Guest(mine)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -92,7 +92,7 @@ def write(guest: Guest, path: str, data: bytes, flags: int = 0, mode: int = 0, u
 
 
 def records(data: bytes) -> list[tuple[int, dict[str, object], bytes]]:
-    found = []
+    found: list[tuple[int, dict[str, object], bytes]] = []
     payload = Payload(data)
     while not payload.over:
         (kind,) = payload.take("I")
@@ -137,6 +137,7 @@ def test_links_never_lead_out_of_the_root(guest: Guest, root: Path) -> None:
         assert refused(guest, "READ", struct.pack("<QQ", 0, 100) + text(path)) == errno.ENOENT
 
 
+@pytest.mark.slow
 def test_list_gives_every_entry_in_as_many_parts_as_it_takes(guest: Guest, root: Path) -> None:
     (root / "d").mkdir()
     for number in range(3000):
@@ -245,6 +246,7 @@ def test_directories_moves_modes_and_removal(guest: Guest, root: Path) -> None:
     assert sorted(os.listdir(root)) == ["etc"]
 
 
+@pytest.mark.slow
 def test_a_tree_deeper_than_descriptors_go_is_removed(guest: Guest, root: Path) -> None:
     (root / "deep").mkdir()
     fd = os.open(root / "deep", os.O_DIRECTORY)
