@@ -4,7 +4,8 @@
 To the holder of those descriptors it is as if the command had them:
 
 * The end is told (`exited`) once all that had been written until then is in the host's pipes, whatever comes after; so a pipe whose
-  reader takes its time is made larger then. The same holds between streams: what a command says on descriptor 3 or above (a session's
+  reader takes its time is made larger then. If the whole tree has ended, its outputs have too, and that is waited for, for a moment: some
+  process elsewhere may have got hold of one. The same holds between streams: what a command says on descriptor 3 or above (a session's
   status) is passed on only after what it wrote to 1 and 2 before.
 * When the host's reader of an output is gone, the command's pipe is closed, and it gets SIGPIPE. When nothing inside reads an input, the
   host's writer gets EPIPE.
@@ -37,6 +38,7 @@ from opendsec.runtime.guest.wire import WireError
 if TYPE_CHECKING:
     from opendsec.api.spec import Limits
 
+GRACE_S = 0.1  # from the end of a tree to that of its outputs
 GRANT_BYTES = wire.INITIAL_CREDIT // 4  # taken before the guest is told so
 ROOM_BYTES = 1 << 20  # of a pipe that has to take all that is left
 NULL_DEVICE = os.makedev(1, 3)
@@ -94,7 +96,7 @@ class Output:
         if self._fd < 0:
             self.written = self.received
             return
-        if self._stream > 2 and not self._gate_open():
+        if self._stream > 2:
             self._gate = self._command.before(self)
         if not self._queue and self._gate_open():
             done = self._write(data)
@@ -115,10 +117,6 @@ class Output:
 
     def _gate_open(self) -> bool:
         """Whether what was written to lower streams before is out."""
-        if self._stream <= 2:
-            return True
-        if not self._gate:
-            self._gate = self._command.before(self)
         return all(other.written >= mark or not other.open for other, mark in self._gate)
 
     def _write(self, data: bytes | memoryview) -> int:
@@ -329,6 +327,7 @@ class GuestRunning:
         self._exit: wire.Ended | None = None
         self._tree_empty = False
         self._released = False
+        self._grace: asyncio.TimerHandle | None = None
 
     # --- Running -----------------------------------------------------------------------------------------------------
 
@@ -438,9 +437,22 @@ class GuestRunning:
             for stream, output in self.outputs.items():
                 if output.open and output.written < self._end_of(ended, stream):
                     return
-            self.exited.set_result(_exit(ended))
-            if self._tree_empty:
-                self._close_inputs()
+            if self._tree_empty and any(output.open for output in self.outputs.values()):
+                if self._grace is None:
+                    self._grace = asyncio.get_running_loop().call_later(GRACE_S, self._settle)
+                return
+            self._settle()
+        self._let_go()
+
+    def _settle(self) -> None:
+        """It has ended, and so has its output."""
+        if self._grace is not None:
+            self._grace.cancel()
+        if self.exited.done() or self._exit is None:
+            return
+        self.exited.set_result(_exit(self._exit))
+        if self._tree_empty:
+            self._close_inputs()
         self._let_go()
 
     def _close_inputs(self) -> None:
@@ -497,6 +509,8 @@ class GuestRunning:
         self._close_all()
 
     def _close_all(self) -> None:
+        if self._grace is not None:
+            self._grace.cancel()
         for output in self.outputs.values():
             output.shut()
         for input in self.inputs.values():
