@@ -17,7 +17,9 @@ from opendsec.testing.fakes.parts import IMAGE
 from opendsec.testing.local_edge import TOKEN, LocalEdge
 from tests.images import BASE, base_store, link_store
 
-KINDS = ("fake", "container")
+KINDS = ("fake", "fake-microvm", "container")
+MACHINES = ("fake-microvm",)
+MACHINE = {"backend": "microvm", "memory": "128MiB"}
 SETTINGS = {"scratch_driver": "tmpfs", "memory_limit": "16GiB"}
 
 
@@ -27,19 +29,25 @@ async def edge(request: pytest.FixtureRequest) -> AsyncGenerator[Edge, None]:
         yield edge
 
 
+@pytest.fixture(params=MACHINES)
+async def machine_edge(request: pytest.FixtureRequest) -> AsyncGenerator[Edge, None]:
+    async with running_edge(request.param) as edge:
+        yield edge
+
+
 def image_of(kind: str) -> str:
-    return IMAGE if kind == "fake" else BASE
+    return IMAGE if kind.startswith("fake") else BASE
 
 
 @contextlib.asynccontextmanager
 async def local_edge(kind: str, directory: Path, **settings: str) -> AsyncGenerator[LocalEdge, None]:
     """An edge of one kind, and nothing of it afterwards."""
-    if kind != "fake":
+    if not kind.startswith("fake"):
         for folder_on_the_way in (directory, directory.parent):
             folder_on_the_way.chmod(0o755)  # a sandbox is put together below the run directory, as its own root
         (directory / "state").mkdir()
         link_store(base_store(), directory / "state" / "images")
-    local = LocalEdge(directory, settings={**SETTINGS, **settings}, assembling=None if kind == "fake" else assemble)
+    local = LocalEdge(directory, settings={**SETTINGS, **settings}, assembling=None if kind.startswith("fake") else assemble)
     await local.start()
     try:
         yield local
@@ -54,12 +62,13 @@ async def running_edge(kind: str) -> AsyncGenerator[Edge, None]:
             yield Edge(
                 client=client,
                 image=image_of(kind),
-                occupied=_occupied(local, fake=kind == "fake"),
+                occupied=_occupied(local, fake=kind.startswith("fake")),
                 records=lambda: _records(local.settings.journal),
                 restart=local.restart,
                 tcp=local.tcp,
                 token=TOKEN,
                 socket=str(local.settings.socket),
+                **(MACHINE if "microvm" in kind else {}),
             )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +22,7 @@ from opendsec.api.fn import FnCall, JudgeResult, JudgeTask, Language, LanguageLi
 from opendsec.api.images import LayerKind, PackRequest, PackResult
 from opendsec.api.references import pack_names
 from opendsec.api.sandboxes import Capabilities, CreateResponse, EdgeInfo, Event, SandboxInfo, SandboxList, SandboxState, Slot, Usage
+from opendsec.api.snapshots import ForkRequest, SnapshotInfo, SnapshotRequest
 from opendsec.api.spec import BATCH, AnySpec, CreateRequest, Spec, check_integer
 from opendsec.client import _core, batch, fn, launch
 from opendsec.client._core import CommandOptions, RetryPolicy
@@ -32,12 +33,27 @@ from opendsec.client.images import Images
 from opendsec.client.link import Link
 from opendsec.client.processes import Process, Session, follow
 from opendsec.client.results import FnResult, Result, StreamEvent
+from opendsec.client.screen import Keyboard, Mouse, Screen
+from opendsec.client.snapshots import Snapshots
 from opendsec.client.transport import ConnectionBroken, HttpxTransport, Transport
 from opendsec.client.unix import UnixTransport
 
 KILL_TIMEOUT_S = 10.0  # how long a cancelled task waits for the end of its sandbox
 
-__all__ = ["Client", "Files", "Images", "Pools", "Process", "RetryPolicy", "Sandbox", "Session"]
+__all__ = [
+    "Client",
+    "Files",
+    "Images",
+    "Keyboard",
+    "Mouse",
+    "Pools",
+    "Process",
+    "RetryPolicy",
+    "Sandbox",
+    "Screen",
+    "Session",
+    "Snapshots",
+]
 
 
 class Client:
@@ -67,6 +83,7 @@ class Client:
         self._link = Link(transport, retry or RetryPolicy())
         self.images = Images(self._link)
         self.pools = Pools(self._link)
+        self.snapshots = Snapshots(self._link)
 
     async def __aenter__(self) -> Client:
         return self
@@ -100,29 +117,7 @@ class Client:
         check_integer(body.count, "count", BATCH)
         body.spec.check()
         _core.check_action(body.action_id)
-        answering = asyncio.ensure_future(self._link.call(routes.CREATE, CreateResponse, body=body, repeatable=True))
-        try:
-            answer = await asyncio.shield(answering)
-        except asyncio.CancelledError:
-            await self._take_back(answering)
-            raise
-        if len(answer.slots) != count:
-            raise Internal(f"asked for {count} sandboxes, got {len(answer.slots)} slots")
-        return [self._slot(slot) for slot in answer.slots]
-
-    async def _take_back(self, answering: asyncio.Future[CreateResponse]) -> None:
-        """End sandboxes whose creator was cancelled: nobody else will ever learn their ids."""
-        await asyncio.wait((answering,), timeout=KILL_TIMEOUT_S)
-        if not answering.done():
-            answering.cancel()
-        elif answering.exception() is None:
-            boxes = [self._slot(slot) for slot in answering.result().slots]
-            await asyncio.gather(*(box.kill() for box in boxes if isinstance(box, Sandbox)), return_exceptions=True)
-
-    def _slot(self, slot: Slot) -> Sandbox | OpenDSecError:
-        if slot.sandbox is not None:
-            return Sandbox(self._link, slot.sandbox.id, slot.sandbox)
-        return from_body(slot.error) if slot.error else Internal("an empty slot")
+        return await _slots(self._link, self._link.call(routes.CREATE, CreateResponse, body=body, repeatable=True), count)
 
     async def get(self, sandbox_id: str) -> Sandbox:
         """The sandbox of that id. Raises NotFound."""
@@ -228,6 +223,7 @@ class Sandbox:
         self._ids = {"sandbox_id": sandbox_id}
         self.info = info  # as last heard of; None before the first `refresh`
         self.files = Files(link, sandbox_id)
+        self.screen, self.mouse, self.keyboard = Screen(link, sandbox_id), Mouse(link, sandbox_id), Keyboard(link, sandbox_id)
 
     async def __aenter__(self) -> Sandbox:
         return self
@@ -261,6 +257,35 @@ class Sandbox:
         except NotFound:
             if self.info is None:
                 raise  # nothing ever said that it existed
+
+    # --- pause, copies
+
+    async def pause(self, *, action_id: str | None = None) -> SandboxInfo:
+        """Save its state, memory too, and let go of its memory and processors; what runs in it goes on when it is resumed, which any call
+        does that needs it. One that is paused already stays so. Raises Unsupported where the backend cannot."""
+        self.info = await self._link.call(routes.PAUSE, SandboxInfo, self._ids, query={"action_id": action_id})
+        return self.info
+
+    async def resume(self, *, action_id: str | None = None) -> SandboxInfo:
+        """Let it run again. Raises QuotaExceeded if its memory has been promised to others by now; it stays paused then."""
+        self.info = await self._link.call(routes.RESUME, SandboxInfo, self._ids, query={"action_id": action_id})
+        return self.info
+
+    async def fork(self, count: int = 1, *, action_id: str | None = None) -> list[Sandbox | OpenDSecError]:
+        """`count` live copies: each goes on from this moment, with an identity and a TTL of its own; in each slot a sandbox, or why there
+        is none. If the call is cancelled, what came of it is ended. Raises Unsupported where the backend cannot."""
+        fields = {"count": count, "action_id": action_id if action_id is not None else _core.new_action_id()}
+        body = wire.convert(fields, ForkRequest)
+        body.check()
+        return await _slots(self._link, self._link.call(routes.FORK, CreateResponse, self._ids, body=body, repeatable=True), count)
+
+    async def snapshot(self, name: str = "", *, memory: bool = True, action_id: str | None = None) -> SnapshotInfo:
+        """Keep what it is now, under a new name (or the snapshot's id): its disk and its memory, or its disk alone. It stands still for a
+        moment. `client.snapshots` lists and removes; a spec's `snapshot` makes sandboxes of it. Raises Conflict if the name is taken."""
+        fields = {"name": name, "memory": memory, "action_id": action_id if action_id is not None else _core.new_action_id()}
+        body = wire.convert(fields, SnapshotRequest)
+        body.check()
+        return await self._link.call(routes.SNAPSHOT, SnapshotInfo, self._ids, body=body, repeatable=True)
 
     async def pack(
         self,
@@ -342,6 +367,30 @@ class Sandbox:
 
     def __repr__(self) -> str:
         return f"<Sandbox {self.id}>"
+
+
+async def _slots(link: Link, asking: Coroutine[None, None, CreateResponse], count: int) -> list[Sandbox | OpenDSecError]:
+    """What is in the slots of the answer. Cancelled, it ends what came of it: nobody else will ever learn the ids."""
+    answering = asyncio.ensure_future(asking)
+    try:
+        answer = await asyncio.shield(answering)
+    except asyncio.CancelledError:
+        await asyncio.wait((answering,), timeout=KILL_TIMEOUT_S)
+        if not answering.done():
+            answering.cancel()
+        elif answering.exception() is None:
+            boxes = [_slot(link, slot) for slot in answering.result().slots]
+            await asyncio.gather(*(box.kill() for box in boxes if isinstance(box, Sandbox)), return_exceptions=True)
+        raise
+    if len(answer.slots) != count:
+        raise Internal(f"asked for {count} sandboxes, got {len(answer.slots)} slots")
+    return [_slot(link, slot) for slot in answer.slots]
+
+
+def _slot(link: Link, slot: Slot) -> Sandbox | OpenDSecError:
+    if slot.sandbox is not None:
+        return Sandbox(link, slot.sandbox.id, slot.sandbox)
+    return from_body(slot.error) if slot.error else Internal("an empty slot")
 
 
 def _no_spec(given: object) -> InvalidRequest:

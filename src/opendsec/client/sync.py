@@ -24,7 +24,7 @@ from opendsec.client.batch import Input, Inputs
 from opendsec.client.results import FnResult
 from opendsec.client.transport import Transport
 
-__all__ = ["Client", "Files", "Images", "Pools", "Process", "Sandbox", "Session"]
+__all__ = ["Client", "Files", "Images", "Keyboard", "Mouse", "Pools", "Process", "Sandbox", "Screen", "Session", "Snapshots"]
 
 _TAKEN_AT_ONCE = 32  # inputs of a batch from the caller's iterator
 _TAKING_S = 0.002  # and how long to wait for more of them
@@ -199,6 +199,39 @@ class Pools(_Mirror[aio.Pools]):
     remove = blocking(aio.Pools.remove)
 
 
+class Snapshots(_Mirror[aio.Snapshots]):
+    """See `opendsec.client.snapshots.Snapshots`."""
+
+    list = blocking(aio.Snapshots.list)
+    get = blocking(aio.Snapshots.get)
+    remove = blocking(aio.Snapshots.remove)
+
+
+class Screen(_Mirror[aio.Screen]):
+    """See `opendsec.client.screen.Screen`."""
+
+    png = blocking(aio.Screen.png)
+    size = blocking(aio.Screen.size)
+    resize = blocking(aio.Screen.resize)
+
+
+class Mouse(_Mirror[aio.Mouse]):
+    """See `opendsec.client.screen.Mouse`."""
+
+    move = blocking(aio.Mouse.move)
+    click = blocking(aio.Mouse.click)
+    down = blocking(aio.Mouse.down)
+    up = blocking(aio.Mouse.up)
+    scroll = blocking(aio.Mouse.scroll)
+
+
+class Keyboard(_Mirror[aio.Keyboard]):
+    """See `opendsec.client.screen.Keyboard`."""
+
+    press = blocking(aio.Keyboard.press)
+    type = blocking(aio.Keyboard.type)
+
+
 class Process(_Mirror[aio.Process]):
     """See `opendsec.client.processes.Process`."""
 
@@ -240,6 +273,7 @@ class Sandbox(_Mirror[aio.Sandbox]):
     def __init__(self, twin: aio.Sandbox, loop: _Loop) -> None:
         super().__init__(twin, loop)
         self.files = Files(twin.files, loop)
+        self.screen, self.mouse, self.keyboard = Screen(twin.screen, loop), Mouse(twin.mouse, loop), Keyboard(twin.keyboard, loop)
 
     @property
     def id(self) -> str:
@@ -252,6 +286,10 @@ class Sandbox(_Mirror[aio.Sandbox]):
     refresh = blocking(aio.Sandbox.refresh)
     usage = blocking(aio.Sandbox.usage)
     kill = blocking(aio.Sandbox.kill)
+    pause = blocking(aio.Sandbox.pause)
+    resume = blocking(aio.Sandbox.resume)
+    fork = wrapping(aio.Sandbox.fork, lambda slots, loop: _slots(slots, loop))
+    snapshot = blocking(aio.Sandbox.snapshot)
     pack = blocking(aio.Sandbox.pack)
     run = blocking(aio.Sandbox.run)
     stream = iterating(aio.Sandbox.stream)
@@ -298,6 +336,7 @@ class Client(_Mirror[aio.Client]):
         super().__init__(twin, _Loop())
         self.images = Images(twin.images, self._loop)
         self.pools = Pools(twin.pools, self._loop)
+        self.snapshots = Snapshots(twin.snapshots, self._loop)
 
     def __enter__(self) -> Self:
         return self

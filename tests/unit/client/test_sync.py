@@ -23,9 +23,16 @@ TWINS = [
     (aio.Pools, sync.Pools),
     (aio.Process, sync.Process),
     (aio.Session, sync.Session),
+    (aio.Snapshots, sync.Snapshots),
+    (aio.Screen, sync.Screen),
+    (aio.Mouse, sync.Mouse),
+    (aio.Keyboard, sync.Keyboard),
 ]
 RENAMED = {"aclose": "close"}
-ONLY_ASYNCHRONOUS = {(aio.Files, "extract")}  # takes an asynchronous iterable; `upload` is the way
+ONLY_ASYNCHRONOUS = {
+    (aio.Files, "extract"),  # takes an asynchronous iterable; `upload` is the way
+    (aio.Screen, "vnc"),  # takes one too; `dsec vnc` is the way
+}
 
 
 @pytest.mark.parametrize(("asynchronous", "blocking"), TWINS)

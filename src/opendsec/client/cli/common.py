@@ -7,6 +7,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 import typer
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     import msgspec
 
     from opendsec.api.images import Finding
-    from opendsec.api.spec import Container
+    from opendsec.api.spec import AnySpec
     from opendsec.client._core import CommandOptions
     from opendsec.client.aio import Client, Sandbox
     from opendsec.client.results import Result
@@ -48,6 +49,17 @@ Labels = Annotated[list[str] | None, typer.Option("--label", help="KEY=VALUE; re
 Policy = Annotated[str, typer.Option("--policy", help="Name of a policy; there is only `default` so far.")]
 Hostname = Annotated[str, typer.Option("--hostname", help="Name of the machine inside.")]
 Ttl = Annotated[float | None, typer.Option("--ttl", help="Seconds to live.")]
+
+
+class BackendName(StrEnum):
+    container = "container"
+    microvm = "microvm"
+    vm = "vm"
+
+
+Backend = Annotated[BackendName, typer.Option("--backend", "-b", help="What runs it: namespaces, a small machine, or a whole one.")]
+Snapshot = Annotated[str, typer.Option("--snapshot", help="Name of a snapshot to begin as; its image and sizes must be those given.")]
+Hardware = Annotated[bool, typer.Option("--hardware", help="Of a machine: refuse to emulate the processor.")]
 TtlIdle = Annotated[float | None, typer.Option("--ttl-idle", help="Seconds to live without use.")]
 
 # Options of a command
@@ -221,24 +233,35 @@ def spec(
     ttl_idle: float | None,
     env: list[str] | None = None,
     user: str | None = None,
-) -> Container:
-    from opendsec.api.spec import Container
+    backend: BackendName = BackendName.container,
+    snapshot: str = "",
+    hardware: bool = False,
+) -> AnySpec:
+    from opendsec.api import wire
+    from opendsec.api.spec import VM, Container, MicroVM
 
-    return Container(
-        image=image,
-        cpu=cpu,
-        memory=memory,
-        disk=disk,
-        pids=pids,
-        layers=tuple(layers or ()),
-        labels=pairs(labels, "labels"),
-        policy=policy,
-        hostname=hostname,
-        ttl_s=ttl,
-        ttl_idle_s=ttl_idle,
-        env=environment(env),
-        user=user or "",
-    )
+    fields: dict[str, object] = {
+        "image": image,
+        "cpu": cpu,
+        "memory": memory,
+        "disk": disk,
+        "pids": pids,
+        "layers": tuple(layers or ()),
+        "labels": pairs(labels, "labels"),
+        "policy": policy,
+        "hostname": hostname,
+        "ttl_s": ttl,
+        "ttl_idle_s": ttl_idle,
+        "env": environment(env),
+        "user": user or "",
+    }
+    if backend is BackendName.container:
+        for field, given in (("snapshot", snapshot), ("hardware", hardware)):
+            if given:
+                refuse("containers have none: choose another --backend", field)
+        return wire.convert({**fields, "backend": "container"}, Container)
+    machine: type[MicroVM | VM] = MicroVM if backend is BackendName.microvm else VM
+    return wire.convert({**fields, "backend": backend.value, "snapshot": snapshot, "hardware_virtualization": hardware}, machine)
 
 
 async def run_in(box: Sandbox, words: list[str], options: CommandOptions, *, interactive: bool, tty: bool, json: bool) -> int:

@@ -20,6 +20,9 @@ def create(
     layer: c.Layers = None,
     label: c.Labels = None,
     policy: c.Policy = "default",
+    backend: c.Backend = c.BackendName.container,
+    snapshot: c.Snapshot = "",
+    hardware: c.Hardware = False,
     hostname: c.Hostname = "",
     ttl: c.Ttl = None,
     ttl_idle: c.TtlIdle = None,
@@ -49,6 +52,9 @@ def create(
             ttl_idle=ttl_idle,
             env=env,
             user=user,
+            backend=backend,
+            snapshot=snapshot,
+            hardware=hardware,
         )
         async with c.connect(address) as client:
             slots = await client.create_many(spec, count, action_id=action_id)

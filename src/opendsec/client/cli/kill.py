@@ -43,7 +43,8 @@ def kill(
                     c.print_json(info)
                 return 0
             if every or label:
-                ids += [box.id for box in await client.list(labels=c.pairs(label, "label"), state="running")]
+                living = await client.list(labels=c.pairs(label, "label"))
+                ids += [box.id for box in living if box.info is not None and box.info.state in ("running", "paused")]
             done = await asyncio.gather(*(client.sandbox(one).kill() for one in ids), return_exceptions=True)
         failed = {one: error for one, error in zip(ids, done, strict=True) if error is not None}
         if json:

@@ -34,11 +34,12 @@ def ls(
             print(info.id)
     else:
         c.table(
-            ("SANDBOX", "STATE", "IMAGE", "CPU", "MEMORY", "AGE", "LABELS"),
+            ("SANDBOX", "STATE", "BACKEND", "IMAGE", "CPU", "MEMORY", "AGE", "LABELS"),
             (
                 (
                     info.id,
                     info.state,
+                    info.backend,
                     info.image,
                     f"{info.limits.cpu:g}",
                     format_bytes(info.limits.memory_bytes),

@@ -25,6 +25,14 @@ COMMANDS = (
     ("ls", "ls", "ls"),
     ("logs", "logs", "logs"),
     ("kill", "kill", "kill"),
+    ("pause", "pause", "pause"),
+    ("resume", "pause", "resume"),
+    ("fork", "fork", "fork"),
+    ("snapshot.create", "snapshot", "create"),
+    ("snapshot.ls", "snapshot", "ls"),
+    ("snapshot.rm", "snapshot", "rm"),
+    ("screenshot", "screenshot", "screenshot"),
+    ("vnc", "vnc", "vnc"),
     ("pack", "pack", "pack"),
     ("image.build", "image_build", "build"),
     ("image.pull", "image_pull", "pull"),
@@ -52,6 +60,7 @@ COMMANDS = (
 )
 GROUPS = {
     "image": "Images and layers: what sandboxes are made of.",
+    "snapshot": "Snapshots: what machines were at one moment, to make others of.",
     "fn": "Function calls: programs that run in warm pools and leave nothing behind.",
     "fn.pool": "Pools of members that are kept warm.",
 }

@@ -20,6 +20,9 @@ def run(
     layer: c.Layers = None,
     label: c.Labels = None,
     policy: c.Policy = "default",
+    backend: c.Backend = c.BackendName.container,
+    snapshot: c.Snapshot = "",
+    hardware: c.Hardware = False,
     hostname: c.Hostname = "",
     env: c.Env = None,
     user: c.User = None,
@@ -51,6 +54,9 @@ def run(
             ttl_idle=None if keep else c.ABANDONED_S,
             env=env,
             user=user,
+            backend=backend,
+            snapshot=snapshot,
+            hardware=hardware,
         )
         options: CommandOptions = {"cwd": workdir, "timeout_s": timeout}
         async with c.connect(address) as client:

@@ -22,7 +22,8 @@ from pathlib import Path
 from opendsec.api.errors import CommandFailed, Conflict, InvalidRequest, NotFound, OpenDSecError, QuotaExceeded
 from opendsec.api.images import DirectorySource, ImageInfo, LayerInfo
 from opendsec.api.sandboxes import Event
-from opendsec.api.spec import Container
+from opendsec.api.spec import AnySpec, Container, MicroVM
+from opendsec.api.units import parse_bytes
 from opendsec.client._core import new_action_id
 from opendsec.client.aio import Client, Sandbox
 from opendsec.client.results import StreamEvent
@@ -40,9 +41,10 @@ class Setup:
     memory: str = "64MiB"
     disk: str = "64MiB"
     too_much_memory: str = "1TiB"  # more than this edge may promise
+    kind: type[Container] | type[MicroVM] = Container
 
-    def spec(self, **labels: str) -> Container:
-        return Container(image=self.image, memory=self.memory, disk=self.disk, cpu=0.5, labels=labels)
+    def spec(self, **labels: str) -> AnySpec:
+        return self.kind(image=self.image, memory=self.memory, disk=self.disk, cpu=0.5, labels=labels)
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[Client]:
@@ -86,7 +88,7 @@ async def creates_lists_and_kills(setup: Setup) -> None:
     async with setup.client() as client:
         box = await client.create(setup.spec(purpose="contract"))
         assert box.info is not None and box.info.state == "running" and box.info.labels == {"purpose": "contract"}
-        assert box.info.limits.memory_bytes == 64 << 20
+        assert box.info.limits.memory_bytes == parse_bytes(setup.memory, field="memory")
         assert box.id in [one.id for one in await client.list(labels={"purpose": "contract"})]
         assert box.id not in [one.id for one in await client.list(labels={"purpose": "other"})]
         again = await client.get(box.id)
@@ -117,7 +119,7 @@ async def creates_many_with_a_result_a_slot(setup: Setup) -> None:
 @check
 async def refuses_more_than_may_be_promised(setup: Setup) -> None:
     async with setup.client() as client:
-        spec = Container(image=setup.image, memory=setup.too_much_memory)
+        spec = setup.kind(image=setup.image, memory=setup.too_much_memory)
         try:
             await client.create(spec)
         except QuotaExceeded:

@@ -32,6 +32,7 @@ from opendsec.api.files import FileInfo, FileList, WatchEvent, Written
 from opendsec.api.ids import new_id
 from opendsec.api.images import ImageList
 from opendsec.api.sandboxes import Capabilities, CreateResponse, EdgeInfo, Event, SandboxInfo, SandboxList, Slot, Usage
+from opendsec.api.units import parse_bytes
 
 WORK = "/workspace"
 TIMEOUT_S = 60.0
@@ -53,9 +54,10 @@ class Edge:
     socket: str
     memory: str = "64MiB"
     disk: str = "64MiB"
+    backend: str = "container"
 
     def spec(self, **fields: object) -> dict[str, object]:
-        return {"backend": "container", "image": self.image, "memory": self.memory, "disk": self.disk, **fields}
+        return {"backend": self.backend, "image": self.image, "memory": self.memory, "disk": self.disk, **fields}
 
     async def call(self, kind: type[S], method: str, path: str, body: object = None, *, content: bytes | None = None) -> S:
         """A call that must succeed."""
@@ -153,14 +155,14 @@ async def creates_shows_and_kills(edge: Edge) -> None:
     before = await edge.call(EdgeInfo, "GET", "/v1/info")
     (slot,) = await edge.create(labels={"purpose": "contract", "who": "a"}, env={"A": "1"})
     made = sandbox(slot)
-    assert (made.state, made.image, made.backend) == ("running", edge.image, "container")
-    assert made.limits.memory_bytes == 64 << 20
+    assert (made.state, made.image, made.backend) == ("running", edge.image, edge.backend)
+    assert made.limits.memory_bytes == parse_bytes(edge.memory, field="memory")
     path = f"/v1/sandboxes/{made.id}"
     shown = await edge.call(SandboxInfo, "GET", path)
     assert shown.spec is not None and shown.spec.env == {"A": "1"}
     during = await edge.call(EdgeInfo, "GET", "/v1/info")
     assert during.sandboxes == before.sandboxes + 1
-    assert during.memory_promised_bytes >= before.memory_promised_bytes + (64 << 20)
+    assert during.memory_promised_bytes >= before.memory_promised_bytes + made.limits.memory_bytes
     for label, there in (("", True), ("purpose", True), ("purpose=contract", True), ("purpose=x", False), ("x", False)):
         listed = await edge.call(SandboxList, "GET", f"/v1/sandboxes?label={label}" if label else "/v1/sandboxes")
         assert (made.id in [one.id for one in listed.sandboxes]) is there, label
@@ -190,14 +192,14 @@ async def creates_many_in_one_request(edge: Edge) -> None:
 async def refuses_what_it_cannot_promise_slot_by_slot(edge: Edge) -> None:
     info = await edge.call(EdgeInfo, "GET", "/v1/info")
     memory = int((info.memory_limit_bytes - info.memory_promised_bytes) / 2.5)
-    slots = await edge.create(4, memory=memory, disk="1MiB")
+    slots = await edge.create(4, memory=memory, disk="16MiB")
     made = [slot.sandbox for slot in slots if slot.sandbox is not None]
     try:
         assert [slot.sandbox is not None for slot in slots] == [True, True, False, False]
         error = slots[2].error
         assert error is not None and (error.code, error.field) == ("quota_exceeded", "memory")
         assert {"resource", "asked", "promised", "limit"} <= set(error.data) and error.data["resource"] == "memory"
-        refused = await edge.refuse(429, "POST", "/v1/sandboxes", {"spec": edge.spec(memory=memory, disk="1MiB")})
+        refused = await edge.refuse(429, "POST", "/v1/sandboxes", {"spec": edge.spec(memory=memory, disk="16MiB")})
         assert (refused.code, refused.field) == ("quota_exceeded", "memory")
     finally:
         for one in made:

@@ -240,7 +240,7 @@ class FakeEdge:
             box_id = new_id(SANDBOX)
             root = self._folder / box_id
             if base is not None:
-                await asyncio.to_thread(shutil.copytree, base, root, symlinks=True)
+                shutil.copytree(base, root, symlinks=True)
             for place in ("tmp", MEMORY):
                 (root / place).mkdir(parents=True, exist_ok=True)
             info = s.SandboxInfo(
@@ -251,6 +251,7 @@ class FakeEdge:
                 layers=(*self.images.images[asked.spec.image].layers, *digests),
                 limits=limits,
                 labels=asked.spec.labels,
+                origin="" if base is None else base.name,
                 created_at=time.time(),
                 spec=asked.spec,
             )
@@ -279,6 +280,8 @@ class FakeEdge:
 
     async def _usage(self, request: Request) -> Response:
         box = self._box(request)
+        if box.info.state == "paused":
+            return json_answer(s.Usage())
         return json_answer(s.Usage(memory_bytes=1 << 20, pids=1 + sum(process.result is None for process in box.processes.values())))
 
     async def _kill(self, request: Request) -> Response:

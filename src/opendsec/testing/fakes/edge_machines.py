@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import shutil
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from opendsec.api import sandboxes as s
 from opendsec.api import screen as c
@@ -106,7 +106,7 @@ class MachineRoutes:
         for _ in range(asked.count):
             box_id = new_id(SANDBOX)
             root = box.root.parent / box_id
-            await asyncio.to_thread(shutil.copytree, box.root, root, symlinks=True)
+            shutil.copytree(box.root, root, symlinks=True)
             info = replace(box.info, id=box_id, origin=box.info.id, created_at=time.time())
             self._add(FakeBox(info, root, box.env))
             slots.append(s.Slot(sandbox=info))
@@ -127,7 +127,7 @@ class MachineRoutes:
         if name in self.snapshots:
             raise Conflict(f"there is a snapshot {name!r} already", field="name")
         place = self._folder() / snapshot_id
-        await asyncio.to_thread(shutil.copytree, box.root, place, symlinks=True)
+        shutil.copytree(box.root, place, symlinks=True)
         if not asked.memory:
             shutil.rmtree(place / MEMORY, ignore_errors=True)
         spec = box.info.spec
@@ -198,11 +198,19 @@ class MachineRoutes:
     async def _vnc(self, request: Request) -> Response:
         if self._tickets.pop(str(request.path_params["token"]), None) is None:
             raise NotFound("no such ticket", field="token")
+        return _Echo()
 
-        async def echo() -> AsyncGenerator[bytes, None]:
-            yield b"RFB 003.008\n"
-            async for chunk in request.stream():
-                if chunk:
-                    yield chunk
 
-        return StreamingResponse(echo(), media_type="application/octet-stream")
+class _Echo(Response):
+    """A VNC server that greets, and then says again what it hears, as it hears it."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"RFB 003.008\n", "more_body": True})
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            more = message.get("more_body", False)
+            await send({"type": "http.response.body", "body": message.get("body", b""), "more_body": more})
