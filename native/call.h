@@ -35,8 +35,7 @@ static void dispatch(int *stdio, int value_fd, const u8 *payload, u32 len)
 	struct dispatch head = { value_fd >= 0 ? HAS_VALUE : 0, len, call.job.cpu_us, call.job.value_bytes, { key[0], key[1] } };
 	struct iov iov[2] = { { &head, sizeof(head) }, { payload, len } };
 	int fds[MAX_PASSED], n = 4, body = -1;
-	int pidfd = (int)SYS2(pidfd_open, env.pid, 0);
-	fds[0] = pidfd;
+	fds[0] = env.pidfd;
 	for (int i = 0; i < 3; i++)
 		fds[1 + i] = stdio[i];
 	if (value_fd >= 0)
@@ -51,14 +50,12 @@ static void dispatch(int *stdio, int value_fd, const u8 *payload, u32 len)
 	}
 	call.started_us = now_us();
 	call.cpu_start_us = cpu_us();
-	if (!call.reason && (pidfd < 0 || send_parts(interpreter, iov, body < 0 ? 2 : 1, fds, n, 0) < 0)) {
+	if (!call.reason && (env.pidfd < 0 || send_parts(interpreter, iov, body < 0 ? 2 : 1, fds, n, 0) < 0)) {
 		call.reason = "the interpreter cannot be reached";
 		call.spoiled = call.reason;
 	}
 	if (body >= 0)
 		SYS1(close, body);
-	if (pidfd >= 0)
-		SYS1(close, pidfd);
 	call.dispatched = !call.reason;
 }
 
@@ -333,11 +330,8 @@ done:;
 	if (files_fd >= 0)
 		SYS1(close, files_fd);
 	call.busy = 0;
-	if (!call.spoiled) {
-		if (env.pid <= 0)
-			make_envelope(job->disk_bytes); /* for the next one, while the edge looks at this */
-		await_report(now_us() + STEP_US);
-	}
+	if (!call.spoiled && env.pid <= 0)
+		make_envelope(job->disk_bytes); /* for the next one, while the edge looks at this */
 }
 
 #endif

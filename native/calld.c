@@ -54,6 +54,7 @@ static u64 key[2];
 
 static struct {
 	i32 pid;
+	int pidfd;
 	int sock;
 	u64 disk_bytes;
 	int rooted;
@@ -392,6 +393,8 @@ static void make_envelope(u64 disk_bytes)
 	env.pid = (i32)pid;
 	if (pid < 0)
 		env.dead = 1;
+	else
+		env.pidfd = (int)SYS2(pidfd_open, pid, 0);
 }
 
 /* Wait until the envelope has said `what`, or has died. */
@@ -423,6 +426,8 @@ static int bury_envelope(void)
 	}
 	if (!env.dead)
 		return 0;
+	if (env.pid > 0 && env.pidfd >= 0)
+		SYS1(close, env.pidfd);
 	env.pid = 0;
 	return 1;
 }
