@@ -77,14 +77,14 @@ def children() -> dict[str, str]:
 
 
 def project_processes() -> dict[str, str]:
-    """Edges, spawners and the first processes of sandboxes, whoever their parent is by now."""
+    """Edges, spawners, machine monitors and the first processes of sandboxes, whoever their parent is by now."""
     found = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             key, what = _process(pid)
-            if re.search(r"dsec-(edge|spawner)|opendsec[./](edge|kernel|images)", what) or os.readlink(f"/proc/{pid}/exe").endswith(
-                "/dsec-init"
-            ):
+            if re.search(r"dsec-(edge|spawner)|opendsec[./](edge|kernel|images)|^/usr/bin/qemu-system-x86_64 -name", what) or os.readlink(
+                f"/proc/{pid}/exe"
+            ).endswith("/dsec-init"):
                 found[key] = what
         except OSError:
             continue  # gone, or a kernel thread

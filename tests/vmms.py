@@ -97,6 +97,15 @@ class Vmms:
                 await vmm.said.wait()
         return vmm.console()
 
+    async def further(self, vmm: Vmm, lines: int, timeout_s: float = 30.0) -> str:
+        """Wait until the guest has said so many more lines; everything it has said."""
+        before = vmm.console().count("\n")
+        async with asyncio.timeout(timeout_s):
+            while vmm.console().count("\n") < before + lines:
+                vmm.said.clear()
+                await vmm.said.wait()
+        return vmm.console()
+
     async def close(self) -> None:
         for vmm in self.started:
             await vmm.kill()

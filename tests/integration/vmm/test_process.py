@@ -98,6 +98,31 @@ async def test_a_clone_becomes_the_template_of_others(vmms: Vmms) -> None:
         await second.dump_memory(vmms.folder / "third")
 
 
+async def test_what_a_clone_has_changed_goes_to_its_successor(vmms: Vmms) -> None:
+    machine, state = await vmms.template(pages=PAGES)
+    clone = await vmms.clone(machine, state)
+    for turn in range(3):
+        await clone.cont()
+        assert f"sum={SUM}" in await vmms.further(clone, 4)
+        await clone.stop()
+        last = counts(clone.console())[-1]
+        changes, devices = vmms.folder / f"changes{turn}", vmms.folder / f"devices{turn}"
+        assert await clone.dump_changes(changes) + 4096 * 8 > os.stat(changes).st_size < MEMORY // 8
+        await clone.save_devices(devices)
+        await clone.kill()
+        clone = await vmms.start(machine.clone(machine.ram.path, ()))
+        assert await clone.load_changes(changes) > 0
+        await clone.load(devices)
+    await clone.cont()
+    said = await vmms.further(clone, 3)
+    assert counts(said)[0] in (last, last + 1, last + 2) and f"sum={SUM}" in said
+    damaged = vmms.folder / "damaged"
+    for data in (b"", b"x" * 100, changes.read_bytes()[:-1], changes.read_bytes()[:44] + b"x" + changes.read_bytes()[45:]):
+        damaged.write_bytes(data)
+        with pytest.raises(Internal, match="changed memory"):
+            await clone.load_changes(damaged)
+
+
 async def test_a_device_state_that_is_damaged_or_of_another_machine_is_refused(vmms: Vmms) -> None:
     machine, state = await vmms.template()
     damaged = vmms.folder / "damaged"

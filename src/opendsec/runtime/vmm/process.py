@@ -258,11 +258,35 @@ class Vmm:
     async def dump_memory(self, to: Path) -> int:
         """Write the guest's memory to a new file; the machine has to be stopped. Of memory that lies privately on a base, what differs
         is written over a copy of the base (which shares its blocks, where the file system can). Bytes written besides the base's."""
+        base, private = self._base(), not self.record.ram_shared
+        return await self._dump(to, lambda: memory.dump(self.pid, MAPPED_RAM, base, to, private=private))
+
+    async def dump_changes(self, to: Path) -> int:
+        """Write what differs from the file that the memory lies on to a new file, for a machine that will lie on the same; this one has to
+        be stopped, and to have private memory. Bytes of pages."""
+        if self.record.ram_shared:
+            raise Unsupported("nothing differs from memory that is shared")
+        self._base()
+        return await self._dump(to, lambda: memory.dump_changes(self.pid, MAPPED_RAM, self.record.memory_bytes, to))
+
+    async def load_changes(self, path: Path) -> int:
+        """Take what `dump_changes` wrote; the machine was started with `incoming` and has not been loaded yet. Bytes of pages."""
+        self._base()
+        try:
+            return await asyncio.to_thread(memory.load_changes, self.pid, MAPPED_RAM, self.record.memory_bytes, path)
+        except (OSError, Internal) as error:
+            if self.alive():
+                raise
+            raise SandboxLost("QEMU died while its memory was written") from error
+
+    def _base(self) -> Path:
         if not self.record.ram:
             raise Unsupported("this machine's memory lies on no file")
-        base, private = Path(self.record.ram), not self.record.ram_shared
+        return Path(self.record.ram)
+
+    async def _dump(self, to: Path, dump: Callable[[], int]) -> int:
         try:
-            written = await asyncio.to_thread(memory.dump, self.pid, MAPPED_RAM, base, to, private=private)
+            written = await asyncio.to_thread(dump)
         except (OSError, Internal) as error:
             if self.alive() or isinstance(error, FileExistsError):
                 raise
