@@ -106,7 +106,7 @@ async def test_what_a_clone_has_changed_goes_to_its_successor(vmms: Vmms) -> Non
         assert f"sum={SUM}" in await vmms.further(clone, 4)
         await clone.stop()
         last = counts(clone.console())[-1]
-        changes, devices = vmms.folder / f"changes{turn}", vmms.folder / f"devices{turn}"
+        changes, devices = vmms.folder / f"changes{turn}", vmms.folder / f"turn{turn}.devices"
         assert await clone.dump_changes(changes) + 4096 * 8 > os.stat(changes).st_size < MEMORY // 8
         await clone.save_devices(devices)
         await clone.kill()
