@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a backend, over the fake and over containers."""
+"""The contract of a backend, over the fake, over containers and over microVMs."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from opendsec.testing.contracts import backend as contract
 from opendsec.testing.contracts.backend import Setup
 from opendsec.testing.fakes.backend import FakeBackend, FakeHandle, FakeMachine
 from opendsec.testing.fakes.parts import IMAGE, fake_images
-from tests.contract.conftest import KINDS
 from tests.images import BASE, base_store
+from tests.vms import LIMITS, VmNode
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=("fake", "container", "microvm"))
 async def setup(request: pytest.FixtureRequest) -> AsyncGenerator[Setup, None]:
     with tempfile.TemporaryDirectory() as folder:
-        made = fake_setup(Path(folder)) if request.param == "fake" else container_setup(Path(folder))
-        async for setup in made:
+        async for setup in SETUPS[request.param](Path(folder)):
             await setup.start()
             yield setup
             await setup.backend.close()
@@ -65,6 +64,19 @@ async def container_setup(directory: Path) -> AsyncGenerator[Setup, None]:
         murder=lambda handle: os.kill(handle.record.pid, signal.SIGKILL),
     )
     await scratch.close()
+
+
+async def microvm_setup(directory: Path) -> AsyncGenerator[Setup, None]:
+    async with VmNode(directory) as node:
+        yield Setup(
+            make=node.make,
+            layers=ImageStore(base_store()).resolve(BASE).layers,
+            murder=lambda handle: os.kill(handle.record.pid, signal.SIGKILL),
+            limits=LIMITS,
+        )
+
+
+SETUPS = {"fake": fake_setup, "container": container_setup, "microvm": microvm_setup}
 
 
 @pytest.mark.parametrize("name", contract.CHECKS)

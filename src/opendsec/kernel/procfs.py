@@ -145,6 +145,14 @@ def limits(pid: Pid) -> dict[str, tuple[int | None, int | None]]:
     return parse_limits(read(path_of(pid, "limits")))
 
 
+def pss_bytes(pid: Pid) -> int:
+    """Memory of a process, with what it shares divided by how many share it. Costs a walk over its pages."""
+    for line in read(path_of(pid, "smaps_rollup")).split(b"\n"):
+        if line.startswith(b"Pss:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
 def fds(pid: Pid = "self") -> dict[int, bytes]:
     """Open descriptors and what each names. For "self" the descriptor of the listing itself is left out."""
     directory = os.open(path_of(pid, "fd"), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -285,6 +293,22 @@ def parse_meminfo(data: bytes) -> dict[str, int]:
 
 def meminfo() -> dict[str, int]:
     return parse_meminfo(read(f"{PROC}/meminfo"))
+
+
+def cpu_model() -> str:
+    """Maker, family, model, stepping, microcode and features of the first CPU: what a saved state of a virtual CPU is bound to."""
+    wanted = (b"vendor_id", b"cpu family", b"model", b"stepping", b"microcode", b"flags")
+    first = read(f"{PROC}/cpuinfo").partition(b"\n\n")[0]
+    found = (line.partition(b":") for line in first.split(b"\n"))
+    return "; ".join(value.strip().decode("ascii", "replace") for name, _, value in found if name.strip() in wanted)
+
+
+def cpu_khz() -> int:
+    """What the first CPU says of its speed; 0 if it says nothing."""
+    for line in read(f"{PROC}/cpuinfo").split(b"\n"):
+        if line.startswith(b"cpu MHz"):
+            return int(float(line.partition(b":")[2]) * 1000)
+    return 0
 
 
 def boot_id() -> str:

@@ -81,16 +81,14 @@ def empty_overlay(size_bytes: int) -> bytes:
     return bytes(image)
 
 
-def write_overlay(path: Path, size_bytes: int, *, owner: int) -> None:
-    """A new empty overlay for a QEMU that runs as `owner`."""
+def write_overlay(path: Path, size_bytes: int) -> None:
+    """A new empty overlay. It stays ours: QEMU gets it open."""
     image = empty_overlay(size_bytes)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         for at in (0, CLUSTER, 2 * CLUSTER):  # what is not zero
             os.pwrite(fd, image[at : at + _BLOCK], at)
         os.ftruncate(fd, len(image))
-        if owner != os.geteuid():
-            os.fchown(fd, owner, owner)
     finally:
         os.close(fd)
 

@@ -423,7 +423,10 @@ async def a_terminal_is_one(setup: Setup) -> None:
         terminal = running.terminal
         assert terminal is not None
         try:
-            assert await asyncio.to_thread(os.read, terminal, 100) == b"11 22\r\n"
+            text = b""
+            while not text.endswith(b"\n"):
+                text += await asyncio.to_thread(os.read, terminal, 100)
+            assert text == b"11 22\r\n"
             running.resize(33, 44)
             os.write(terminal, b"\n")
             text = b""
@@ -458,26 +461,32 @@ async def echoing(handle: Handle) -> AsyncIterator[tuple[int, int]]:
         os.close(from_it)
 
 
-def answers(to_it: int, from_it: int, within_s: float) -> bool:
+async def answers(to_it: int, from_it: int, within_s: float) -> bool:
     os.write(to_it, b"x")
-    return answered(from_it, within_s)
+    return await answered(from_it, within_s)
 
 
-def answered(from_it: int, within_s: float) -> bool:
-    ready, _, _ = select.select([from_it], [], [], within_s)
-    return bool(ready) and os.read(from_it, 1) == b"x"
+async def answered(from_it: int, within_s: float) -> bool:
+    """While the loop turns: it may be what carries the answer."""
+
+    def wait() -> bool:
+        ready, _, _ = select.select([from_it], [], [], within_s)
+        return bool(ready) and os.read(from_it, 1) == b"x"
+
+    return await asyncio.to_thread(wait)
 
 
 @check
 async def a_frozen_sandbox_stands_still_until_it_is_thawed(setup: Setup) -> None:
-    async with setup.box() as handle, echoing(handle) as (to_it, from_it):
-        assert answers(to_it, from_it, TIMEOUT_S)
-        await handle.freeze()
-        await handle.freeze()
-        assert handle.alive() and not answers(to_it, from_it, 0.05)
-        await handle.thaw()
-        await handle.thaw()
-        assert answered(from_it, TIMEOUT_S)
+    async with setup.box() as handle:
+        async with echoing(handle) as (to_it, from_it):
+            assert await answers(to_it, from_it, TIMEOUT_S)
+            await handle.freeze()
+            await handle.freeze()
+            assert handle.alive() and not await answers(to_it, from_it, 0.05)
+            await handle.thaw()
+            await handle.thaw()
+            assert await answered(from_it, TIMEOUT_S)
         await handle.freeze()  # and it can be destroyed so
 
 
@@ -498,10 +507,10 @@ async def a_disk_snapshot_is_a_copy_and_the_sandbox_goes_on(setup: Setup) -> Non
         try:
             snapshot = await handle.snapshot_disk()
         except Unsupported:
-            assert answers(to_it, from_it, TIMEOUT_S)
+            assert await answers(to_it, from_it, TIMEOUT_S)
             return
         try:
-            assert answers(to_it, from_it, TIMEOUT_S)
+            assert await answers(to_it, from_it, TIMEOUT_S)
             await output(handle, "sh", "-c", "echo after >file")
             copy = snapshot.upper / "tmp/file"
             assert copy.read_bytes() == b"before\n" and copy.stat().st_uid == snapshot.uid_base
@@ -528,7 +537,14 @@ async def what_cannot_be_saved_runs_on(setup: Setup) -> None:
             await unsupported(handle.snapshot(new_id(SNAPSHOT), memory=False))
         if not setup.can("screen"):
             assert handle.screen is None
-        assert answers(to_it, from_it, TIMEOUT_S)
+        assert await answers(to_it, from_it, TIMEOUT_S)
+
+
+async def leave_running(handle: Handle, text: str) -> None:
+    """Run a command that ends, and let what it leaves behind live."""
+    running = await handle.exec(plan("sh", "-c", text), stdin=None, stdout=None, stderr=None)
+    assert (await running.exited).code == 0
+    await running.release()
 
 
 async def unsupported(asked: Awaitable[object]) -> None:
@@ -554,7 +570,7 @@ async def a_paused_sandbox_goes_on_where_it_was(setup: Setup) -> None:
             assert not handle.died.done() and handle.sandbox_id in setup.backend.leftovers()
             assert await setup.backend.resume(paused) is handle
             assert handle.alive() and handle.record.vm is not None and handle.record.vm.state == "running"
-            assert await asyncio.to_thread(answered, from_it, TIMEOUT_S)
+            assert await answered(from_it, TIMEOUT_S)
             assert (await output(handle, "cat", "file"))[0] == b"kept\n"
 
 
@@ -563,7 +579,7 @@ async def a_paused_sandbox_outlives_the_backend(setup: Setup) -> None:
     if not setup.can("pause"):
         return
     handle = await setup.backend.create(setup.placement())
-    await output(handle, "sh", "-c", "echo kept >file; setsid sleep 1000 </dev/null >/dev/null 2>&1 & echo $! >pid")
+    await leave_running(handle, "echo kept >file; setsid sleep 1000 & echo $! >pid")
     command = plan("sleep", "1000")
     await handle.exec(command, stdin=None, stdout=None, stderr=None)
     paused = await handle.pause()
@@ -604,11 +620,11 @@ async def others_are_made_of_a_snapshot(setup: Setup) -> None:
         return
     for memory in (True, False):
         async with setup.box() as source, echoing(source) as (to_it, from_it):
-            await output(source, "sh", "-c", "echo before >file; setsid sleep 1000 </dev/null >/dev/null 2>&1 &")
+            await leave_running(source, "echo before >file; setsid sleep 1000 &")
             snapshot = await source.snapshot(new_id(SNAPSHOT), memory=memory)
             assert snapshot.memory == memory and snapshot.snapshot_id in setup.backend.snapshots()
             assert msgspec.json.decode(msgspec.json.encode(snapshot), type=SnapshotRecord) == snapshot
-            assert answers(to_it, from_it, TIMEOUT_S)
+            assert await answers(to_it, from_it, TIMEOUT_S)
             await output(source, "sh", "-c", "echo after >file")
             async with setup.box(snapshot=snapshot) as one, setup.box(snapshot=snapshot) as two:
                 await setup.backend.remove_snapshot(snapshot)

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MicroVMs: a sandbox is a clone of a template, or of a snapshot with memory.
+
+To create one is to load a device state into a QEMU whose memory lies on the template's, to let it run, and to give it an identity of its
+own. Whoever does not confirm that is not handed out: it would draw the same random numbers as its siblings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import uuid
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import msgspec
+
+from opendsec.api.errors import SandboxLost, Unavailable
+from opendsec.images.waiting import in_thread
+from opendsec.runtime.backend import Handle, LayerRef, Placement, Record, VmOptions
+from opendsec.runtime.container.backend import ContainerBackend
+from opendsec.runtime.guest.channel import Channel
+from opendsec.runtime.vmm import disks
+from opendsec.runtime.vmm.arguments import Accel
+from opendsec.runtime.vmm.backend import VmBackend
+from opendsec.runtime.vmm.handle import VmHandle
+from opendsec.runtime.vmm.machine import Machine
+from opendsec.runtime.vmm.parts import GUESTD, Parts
+from opendsec.runtime.vmm.process import Place, Vmm
+from opendsec.runtime.vmm.store import BoxState, Layer, Template
+from opendsec.runtime.vmm.templates import Templates, Wanted, cpus_of, memory_of
+
+NAME = "microvm"
+MIN_MEMORY_BYTES = 96 << 20
+UID_SPAN = 4096
+LIVES = 1  # flag of a row of COMMANDS: its first process
+FIRST_UID = 0x7800_0000  # of QEMUs that belong to no sandbox yet
+
+
+class MicroVMBackend(VmBackend):
+    """See `runtime.backend.Backend`."""
+
+    name = NAME
+    cannot = (
+        ("network", "no policy can be held over it yet"),
+        ("pack", "what a VM has written cannot be packed yet"),
+        ("screen", "a microVM has none"),
+    )
+
+    def __init__(
+        self,
+        *,
+        edge_id: str,
+        root: Path,
+        run_dir: Path,
+        containers: ContainerBackend,
+        accel: Accel = "tcg",
+        missing: Sequence[str] = (),
+        guestd: Path = GUESTD,
+        shared: Path | None = None,
+    ) -> None:
+        super().__init__(edge_id=edge_id, root=root, run_dir=run_dir, containers=containers, accel=accel, missing=missing)
+        self.parts = Parts(self.store, guestd=guestd, shared=shared)
+        self.templates = Templates(self.store, self.parts, spawner=containers.spawner, place=self._template_place, poller=self.poller)
+        self._uids = 0
+
+    async def close(self) -> None:
+        await self.templates.close()
+        await super().close()
+
+    def _template_place(self, machine: Machine, cpu: float) -> Place:
+        return self.place_named(self.new_machine(), machine, uid=self._new_uid(), cpu=cpu, root=self.parts.programs().root)
+
+    def _new_uid(self) -> int:
+        self._uids += 1
+        return FIRST_UID + (hash(self.edge_id) % 4096) * UID_SPAN + self._uids % UID_SPAN
+
+    # --- create ----------------------------------------------------------------------------------------------------------
+
+    def wanted(self, layers: Sequence[LayerRef], placement: Placement, disks: tuple[str, ...] = ()) -> Wanted:
+        limits = placement.limits
+        return Wanted(
+            accel=self.accel,
+            layers=tuple(Layer(layer.digest, str(layer.meta), str(layer.data)) for layer in layers),
+            cpus=cpus_of(limits),
+            memory_bytes=max(memory_of(limits), MIN_MEMORY_BYTES),
+            disk_bytes=limits.disk_bytes,
+            inodes=limits.inodes,
+            disks=disks,
+        )
+
+    async def prepare(self, placement: Placement) -> None:
+        """Have the template that such a sandbox is made of. Takes seconds if it is not there."""
+        await self.templates.get(self.wanted(placement.layers, placement))
+
+    async def launch(self, placement: Placement) -> tuple[BoxState, Vmm, Channel]:
+        snapshot = None if placement.snapshot is None else await in_thread(self.store.read_snapshot, placement.snapshot.snapshot_id)
+        with self.keeping(*(snapshot.disks if snapshot else ()), *([snapshot.record.snapshot_id] if snapshot else [])):
+            if snapshot and snapshot.record.memory:
+                template = await in_thread(self.store.read_template, snapshot.record.vm.template)
+                if template is None:
+                    raise Unavailable("the template that the snapshot came of is gone")
+                chain, memory = snapshot.disks, snapshot.record.snapshot_id
+            else:
+                template = await self.templates.get(self.wanted(placement.layers, placement, snapshot.disks if snapshot else ()))
+                chain, memory = (*template.disks, template.disk), ""
+            box = BoxState(
+                sandbox_id=placement.sandbox_id,
+                state="making",
+                template=template.key,
+                accel=template.accel,
+                machine=self.new_machine(),
+                uid=placement.uid_base,
+                uid_base=placement.uid_base,
+                scratch_bytes=template.scratch_bytes,
+                limits=placement.limits,
+                layers=self.wanted(placement.layers, placement).layers,
+                options=placement.vm or VmOptions(),
+                memory=memory,
+                disks=chain,
+            )
+            await in_thread(self._lay_out, box)
+        vmm = await self._load(box, template)
+        try:
+            channel = await self._first_word(vmm)
+            try:
+                await self.identify(channel, placement.hostname, placement.limits.pids)
+                if memory:
+                    await self._silence(channel)
+                box = msgspec.structs.replace(box, state="running", vmm=vmm.record)
+                self.store.write_box(box)
+                return box, vmm, channel
+            except BaseException:
+                channel.close()
+                raise
+        except BaseException:
+            await asyncio.shield(vmm.kill())
+            raise
+
+    def _lay_out(self, box: BoxState) -> None:
+        self.store.box(box.sandbox_id).mkdir(mode=0o700)
+        self.store.write_box(box)
+        disks.write_overlay(self.store.own_disk(box), box.scratch_bytes)
+
+    async def _load(self, box: BoxState, template: Template) -> Vmm:
+        """A machine that stands still with the box's memory in it."""
+        if box.memory == "own":
+            ram, devices = self.store.saved(box)
+        else:
+            folder = self.store.memory(box.memory) if box.memory else self.store.template(box.template)
+            ram, devices = folder / "ram", folder / "devices"
+        machine = self.templates.machine(template, box.layers, self.store.own_disk(box), box.disks, ram)
+        programs = await in_thread(self.parts.programs)
+        place = self.place_named(box.machine, machine, uid=box.uid, cpu=box.limits.cpu, root=programs.root)
+        vmm = await Vmm.start(await self.containers.spawner(), machine, place, accel=self.accel)
+        try:
+            await vmm.load(devices)
+        except BaseException:
+            await asyncio.shield(vmm.kill())
+            raise
+        return vmm
+
+    async def _first_word(self, vmm: Vmm) -> Channel:
+        sock = await vmm.channel()
+        try:
+            await vmm.cont()
+        except BaseException:
+            sock.close()
+            raise
+        return await Channel.open(sock, poller=self.poller())
+
+    async def identify(self, channel: Channel, hostname: str, pids: int) -> None:
+        """Raises Unavailable or SandboxLost if it stays who its template was."""
+        results = await asyncio.gather(
+            channel.identity(hostname=hostname, machine_id=os.urandom(16).hex(), boot_id=str(uuid.uuid4())),
+            channel.limits(processes=pids),
+            return_exceptions=True,
+        )
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _silence(self, channel: Channel) -> None:
+        """End what the source's edge was running: nobody hears it here. What had ended and left something running lives on."""
+        if names := [row.name for row in await channel.commands() if row.flags & LIVES]:
+            await channel.cut(names)
+
+    # --- paused ------------------------------------------------------------------------------------------------------------
+
+    async def resume(self, record: Record, *, cut: Collection[str] = ()) -> Handle:
+        handle = self.handles.get(record.sandbox_id)
+        box = await in_thread(self.store.read_box, record.sandbox_id)
+        if box is None or box.state == "making":
+            raise SandboxLost("its state is gone")
+        if box.state == "running":
+            return handle if handle is not None else await self.adopt(record, cut=cut)
+        template = await in_thread(self.store.read_template, box.template)
+        if template is None:
+            raise SandboxLost("the template that it came of is gone")
+        if handle is not None:
+            async with handle.turn:
+                await self._resume(handle, box, template)
+            return handle
+        fresh, vmm, sock = await self._bring_back(box, template)
+        try:
+            channel = await Channel.open(sock, poller=self.poller())
+            await channel.clock()
+            handle = VmHandle(self, fresh, vmm, channel)
+            await handle.end_commands(cut)
+            await channel.usage()
+            return handle
+        except BaseException:
+            await asyncio.shield(vmm.kill())  # it has run, so it is lost
+            self.handles.pop(record.sandbox_id, None)
+            raise
+
+    async def _resume(self, handle: VmHandle, box: BoxState, template: Template) -> None:
+        fresh, vmm, sock = await self._bring_back(box, template)
+        try:
+            handle.channel.resume(sock)
+            handle.update(fresh)
+            handle.hold(vmm)
+            await handle.channel.clock()
+        except BaseException:
+            handle.let_go_of_vmm()
+            await asyncio.shield(vmm.kill())
+            raise
+
+    async def _bring_back(self, box: BoxState, template: Template) -> tuple[BoxState, Vmm, socket.socket]:
+        """A paused machine, running, and a connection to its guest. If this raises it is paused still: it has not run."""
+        fresh = msgspec.structs.replace(box, machine=self.new_machine())
+        vmm = await self._load(fresh, template)
+        sock: socket.socket | None = None
+        try:
+            sock = await vmm.channel()
+            fresh = msgspec.structs.replace(fresh, state="running", vmm=vmm.record)
+            self.store.write_box(fresh)
+            await vmm.cont()
+            return fresh, vmm, sock
+        except BaseException:
+            if sock is not None:
+                sock.close()
+            await asyncio.shield(vmm.kill())
+            self.store.write_box(box)
+            raise

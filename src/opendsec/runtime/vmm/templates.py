@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Templates: a machine that has booted once and was saved at the moment at which it waits for its first command. Clones go on from there.
+
+A template is of everything that its memory knows of: kernel and guestd, layers, CPUs, memory, disks, QEMU and its CPU model. All that
+is in its key, so whatever changes makes another template, and none is ever loaded into a machine of another kind. Two that want the
+same one wait for one boot, also if they are different processes.
+
+A boot is watched: one that says nothing for too long is killed and tried once more, and then the error carries what its console said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from opendsec.api.errors import OpenDSecError, SandboxLost, Unavailable
+from opendsec.api.spec import Limits
+from opendsec.images.waiting import in_thread
+from opendsec.kernel import procfs
+from opendsec.runtime.backend import ExecPlan
+from opendsec.runtime.guest.channel import Channel
+from opendsec.runtime.poller import Poller
+from opendsec.runtime.spawn import Spawner
+from opendsec.runtime.vmm import disks
+from opendsec.runtime.vmm.arguments import Accel
+from opendsec.runtime.vmm.machine import Disk, Image, Machine, Ram
+from opendsec.runtime.vmm.parts import Parts, locked
+from opendsec.runtime.vmm.process import Place, Vmm
+from opendsec.runtime.vmm.store import Layer, Template, VmStore, write
+
+FORMAT = 1  # raise it when something else about a booted machine changes
+MIB = 1 << 20
+BOOT_TIMEOUT_S = 90.0  # ten times what an emulated boot takes on a busy machine
+WARM_TIMEOUT_S = 30.0
+TRIES = 2
+# What nearly every sandbox does first is done once before it is saved: then programs and libraries are in memory, and the kernel has
+# gone these ways before.
+WARM_UP = (("/bin/sh", "-c", "ls / >/dev/null; (:)"), ("/bin/sh", "-c", "echo warm"))
+WARM_ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a template is asked for. `disks`: frozen disks below its own, lowest first."""
+
+    accel: Accel
+    layers: tuple[Layer, ...]
+    cpus: int
+    memory_bytes: int
+    disk_bytes: int
+    inodes: int
+    disks: tuple[str, ...] = ()
+
+
+def cpus_of(limits: Limits) -> int:
+    """Virtual CPUs for a share of CPU time."""
+    return max(1, -(-int(limits.cpu * 1000) // 1000))
+
+
+def memory_of(limits: Limits) -> int:
+    """Whole MiB."""
+    return -(-limits.memory_bytes // MIB) * MIB
+
+
+def layer_disks(layers: Sequence[Layer]) -> Iterator[Disk]:
+    for index, layer in enumerate(layers):
+        yield Disk(id=f"meta{index}", path=layer.meta, read_only=True)
+        yield Disk(id=f"data{index}", path=layer.data, read_only=True)
+
+
+def scratch_disk(own: Path, frozen: Sequence[Path], empty: Path) -> Disk:
+    """`frozen`: lowest first."""
+    backing = (*(Image(str(path), "qcow2") for path in reversed(frozen)), Image(str(empty), "raw"))
+    return Disk(id="scratch", path=str(own), format="qcow2", backing=backing)
+
+
+def kernel_arguments(layers: int, *, khz: int) -> str:
+    words = ["console=ttyS0", "quiet", "reboot=t", "panic=-1", f"dsec.layers={layers}"]
+    if khz:
+        words.append(f"tsc_early_khz={khz}")  # without it an emulated boot may hang where it measures the clock
+    return " ".join(words)
+
+
+class Templates:
+    """Those of one store. `place`: a place to run in for a machine of a given name."""
+
+    def __init__(
+        self,
+        store: VmStore,
+        parts: Parts,
+        *,
+        spawner: Callable[[], Awaitable[Spawner]],
+        place: Callable[[Machine, float], Place],
+        poller: Callable[[], Poller],
+    ) -> None:
+        self._store, self._parts = store, parts
+        self._spawner, self._place, self._poller = spawner, place, poller
+        self._building: dict[str, asyncio.Task[Template]] = {}
+        self._known: dict[str, Template] = {}
+        self.khz = round(procfs.cpu_khz(), -3)
+        self.boots = 0  # since the start
+
+    # --- which ---------------------------------------------------------------------------------------------------------
+
+    def key(self, wanted: Wanted) -> str:
+        """Blocks when called for the first time."""
+        boot, programs = self._parts.boot_image(), self._parts.programs()
+        facts = {
+            "format": FORMAT,
+            "boot": boot.key,
+            "qemu": programs.digest,
+            "accel": wanted.accel,
+            "cpu": _cpu_model() if wanted.accel == "kvm" else "max",
+            "khz": self.khz,
+            "arch": platform.machine(),
+            "layers": [layer.digest for layer in wanted.layers],
+            "cpus": wanted.cpus,
+            "memory": wanted.memory_bytes,
+            "disk": (wanted.disk_bytes, wanted.inodes),
+            "disks": wanted.disks,
+            "warm": WARM_UP,
+        }
+        return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:24]
+
+    def machine(self, template: Template, layers: Sequence[Layer], own: Path, frozen: Sequence[str], ram: Path) -> Machine:
+        """A machine that the template's memory, or what became of it, can be loaded into."""
+        chain = [self._store.disk(one) for one in frozen]
+        return Machine(
+            kind="microvm",
+            cpus=template.cpus,
+            memory_bytes=template.memory_bytes,
+            ram=Ram(str(ram), shared=False),
+            disks=(*layer_disks(layers), scratch_disk(own, chain, self._store.root / "scratch" / template.scratch)),
+            incoming=True,
+        )
+
+    # --- there or made -------------------------------------------------------------------------------------------------
+
+    async def get(self, wanted: Wanted) -> Template:
+        """The template, booted if there is none yet. Raises Unavailable (it does not boot), Unsupported."""
+        key = await in_thread(self.key, wanted)
+        if (known := self._known.get(key)) is not None and (self._store.template(key) / "template.json").exists():
+            return known
+        building = self._building.get(key)
+        if building is None:
+            building = self._building[key] = asyncio.ensure_future(self._get(key, wanted))
+            building.add_done_callback(lambda _: self._building.pop(key, None))
+        template = self._known[key] = await asyncio.shield(building)
+        return template
+
+    async def _get(self, key: str, wanted: Wanted) -> Template:
+        async with _file_lock(self._store.root / "templates" / f"{key}.lock"):
+            template = await asyncio.to_thread(self._store.read_template, key)
+            if template is not None and template.key == key:
+                return template
+            for number in range(TRIES):
+                try:
+                    return await self._build(key, wanted)
+                except (Unavailable, SandboxLost) as error:
+                    if number == TRIES - 1:
+                        raise Unavailable(f"the machine does not boot: {error.message}", data=error.data) from error
+            raise AssertionError
+
+    async def _build(self, key: str, wanted: Wanted) -> Template:
+        self.boots += 1
+        boot, programs = await in_thread(lambda: (self._parts.boot_image(), self._parts.programs()))
+        empty, size = await in_thread(self._parts.scratch, wanted.disk_bytes, wanted.inodes)
+        making = Path(tempfile.mkdtemp(prefix=".making-", dir=self._store.root / "templates"))
+        try:
+            template = Template(
+                key=key,
+                accel=wanted.accel,
+                qemu=programs.digest,
+                boot=boot.key,
+                layers=tuple(layer.digest for layer in wanted.layers),
+                cpus=wanted.cpus,
+                memory_bytes=wanted.memory_bytes,
+                scratch=empty.name,
+                scratch_bytes=size,
+                disks=wanted.disks,
+            )
+            ram, own = making / "ram", making / "disk"
+            ram.touch(mode=0o600)
+            os.truncate(ram, wanted.memory_bytes)
+            disks.write_overlay(own, size)
+            machine = Machine(
+                kind="microvm",
+                cpus=wanted.cpus,
+                memory_bytes=wanted.memory_bytes,
+                ram=Ram(str(ram), shared=True),
+                kernel=str(boot.path),
+                append=kernel_arguments(len(wanted.layers), khz=self.khz),
+                disks=(*layer_disks(wanted.layers), scratch_disk(own, [self._store.disk(one) for one in wanted.disks], empty)),
+            )
+            await self._boot_and_save(machine, making / "devices", wanted.accel)
+            await in_thread(_settle, making, template)
+            target = self._store.template(key)
+            shutil.rmtree(target, ignore_errors=True)  # one that could not be read
+            own.rename(self._store.disk(template.disk))
+            making.rename(target)
+            return template
+        finally:
+            shutil.rmtree(making, ignore_errors=True)
+
+    async def _boot_and_save(self, machine: Machine, devices: Path, accel: Accel) -> None:
+        vmm = await Vmm.start(await self._spawner(), machine, self._place(machine, float(os.cpu_count() or 1)), accel=accel)
+        channel = None
+        try:
+            try:
+                channel = await Channel.open(await vmm.channel(), poller=self._poller(), timeout_s=BOOT_TIMEOUT_S)
+                async with asyncio.timeout(WARM_TIMEOUT_S):
+                    for argv in WARM_UP:
+                        await _run(channel, argv)
+                await channel.detach()
+            except (OpenDSecError, TimeoutError) as error:
+                raise Unavailable(self._diagnosis(vmm, error)) from error
+            await vmm.stop()
+            await vmm.save_devices(devices)
+        finally:
+            if channel is not None:
+                channel.close()
+            await asyncio.shield(vmm.kill())
+
+    def _diagnosis(self, vmm: Vmm, error: BaseException) -> str:
+        what = error.message if isinstance(error, OpenDSecError) else "its first commands do not end"
+        if vmm.died.done():
+            what = vmm.died.result()
+        said = [line.strip() for line in vmm.console().splitlines() if line.strip()][-5:]
+        return f"{what}; its console: {' / '.join(said)[-600:] or 'nothing'}"
+
+    async def close(self) -> None:
+        """Give up what is being built."""
+        building = list(self._building.values())
+        for task in building:
+            task.cancel()
+        await asyncio.gather(*building, return_exceptions=True)
+
+
+async def _run(channel: Channel, argv: tuple[str, ...]) -> None:
+    plan = ExecPlan(process_id=f"warm-{os.urandom(6).hex()}", argv=argv, env=WARM_ENV, cwd="/", user="root")
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        running = await channel.exec(plan, (null, null, null), WARM_LIMITS)
+    finally:
+        os.close(null)
+    await running.exited
+    running.kill_tree()
+    await running.release()
+
+
+WARM_LIMITS = Limits(cpu=1.0, cpu_weight=100, memory_bytes=MIB, disk_bytes=MIB, inodes=64, pids=64, open_files=256)
+
+
+def _settle(making: Path, template: Template) -> None:
+    """What is published is on the disk, so a template that is there is whole."""
+    for name in ("ram", "disk", "devices"):
+        path = making / name
+        os.chown(path, os.geteuid(), os.getegid())
+        path.chmod(0o444)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    write(making / "template.json", msgspec.json.encode(template), durable=True)
+
+
+def _cpu_model() -> str:
+    return procfs.cpu_model()
+
+
+@contextlib.asynccontextmanager
+async def _file_lock(path: Path) -> AsyncIterator[None]:
+    with contextlib.ExitStack() as stack:
+        await in_thread(stack.enter_context, locked(path))
+        yield
