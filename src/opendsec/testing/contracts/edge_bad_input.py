@@ -75,6 +75,16 @@ def pack(field: str, /, code: str = "invalid_request", status: int = 400, **fiel
     return Case("POST", "{box}/pack", fields, field=field, code=code, status=status)
 
 
+def machine(field: str, /, code: str = "invalid_request", status: int = 400, backend: str = "microvm", **fields: object) -> Case:
+    """A create of a machine."""
+    return create(field, code=code, status=status, **{"backend": backend, "memory": "128MiB", "disk": "64MiB", **fields})
+
+
+def told(field: str, /, **event: object) -> Case:
+    """Pointer and keyboard are told this."""
+    return Case("POST", "{box}/screen/input", {"events": [event]}, field=field)
+
+
 def missing(method: str, path: str, field: str | None = None) -> Case:
     return Case(method, path, field=field, code="not_found", status=404)
 
@@ -335,6 +345,74 @@ CASES: dict[str, Case] = {
     "pack by a used action id": pack("action_id", code="conflict", status=409, name="x@1", action_id="used"),
     "pack of a stopped one": Case("POST", "{stopped}/pack", {"name": "x@1"}, field="sandbox_id", code="conflict", status=409),
     "pack of none": Case("POST", f"/v1/sandboxes/{NO_BOX}/pack", {"name": "x@1"}, field="sandbox_id", code="not_found", status=404),
+    # --- machines
+    "machine with too little memory": machine("memory", memory="64MiB"),
+    "machine with too small a disk": machine("disk", disk="1MiB"),
+    "machine with too many cores": machine("cpu", cpu=65),
+    "machine without an image": machine("image", image=""),
+    "machine with an unknown field": machine("spec", firmware="x"),
+    "hardware virtualisation as text": machine("spec.hardware_virtualization", hardware_virtualization="yes"),
+    "container that wants hardware": create("spec", backend="container", hardware_virtualization=True),
+    "container of a snapshot": create("spec", backend="container", snapshot="x"),
+    "name of a snapshot": machine("snapshot", snapshot="A snapshot"),
+    "name of a snapshot that is a path": machine("snapshot", snapshot="../x"),
+    "snapshot as a number": machine("spec.snapshot", snapshot=7),
+    "microVM with a screen": machine("spec", display="800x600"),
+    "profile that is none": machine("profile", backend="vm", profile="amiga"),
+    "profile of a wrong type": machine("spec.profile", backend="vm", profile=1),
+    "screen that is none": machine("display", backend="vm", display="large"),
+    "screen without height": machine("display", backend="vm", display="800x"),
+    "screen too small": machine("display", backend="vm", display="8x6"),
+    "screen too large": machine("display", backend="vm", display="99999x600"),
+    # --- pause, fork, snapshots
+    "pause with a body": Case("POST", "{box}/pause", {"force": True}, field="body"),
+    "pause by a bad action id": Case("POST", "{box}/pause?action_id=a%20b", field="action_id"),
+    "pause by force": Case("POST", "{box}/pause?force=1", field="force"),
+    "pause of a stopped one": Case("POST", "{stopped}/pause", field="sandbox_id", code="conflict", status=409),
+    "pause of none": missing("POST", f"/v1/sandboxes/{NO_BOX}/pause", "sandbox_id"),
+    "resume with a body": Case("POST", "{box}/resume", {}, field="body"),
+    "resume of a stopped one": Case("POST", "{stopped}/resume", field="sandbox_id", code="conflict", status=409),
+    "resume of none": missing("POST", f"/v1/sandboxes/{NO_BOX}/resume", "sandbox_id"),
+    "fork without a body": Case("POST", "{box}/fork", field="body"),
+    "no forks": Case("POST", "{box}/fork", {"count": 0}, field="count"),
+    "half a fork": Case("POST", "{box}/fork", {"count": 1.5}, field="count"),
+    "too many forks": Case("POST", "{box}/fork", {"count": 1 << 20}, field="count"),
+    "fork with a spec": Case("POST", "{box}/fork", {"count": 1, "memory": "1GiB"}, field="body"),
+    "fork by a bad action id": Case("POST", "{box}/fork", {"action_id": "a b"}, field="action_id"),
+    "fork by a used action id": Case("POST", "{box}/fork", {"action_id": "used"}, field="action_id", code="conflict", status=409),
+    "fork of a stopped one": Case("POST", "{stopped}/fork", {}, field="sandbox_id", code="conflict", status=409),
+    "fork of none": Case("POST", f"/v1/sandboxes/{NO_BOX}/fork", {}, field="sandbox_id", code="not_found", status=404),
+    "snapshot under an impossible name": Case("POST", "{box}/snapshot", {"name": "../x"}, field="name"),
+    "snapshot under a long name": Case("POST", "{box}/snapshot", {"name": "x" * 64}, field="name"),
+    "snapshot of half the memory": Case("POST", "{box}/snapshot", {"memory": "half"}, field="memory"),
+    "snapshot by a bad action id": Case("POST", "{box}/snapshot", {"action_id": ""}, field="action_id"),
+    "snapshot of a stopped one": Case("POST", "{stopped}/snapshot", {}, field="sandbox_id", code="conflict", status=409),
+    "snapshot of none": Case("POST", f"/v1/sandboxes/{NO_BOX}/snapshot", {}, field="sandbox_id", code="not_found", status=404),
+    "removing no snapshot": missing("DELETE", "/v1/snapshots/none", "name"),
+    "removing snapshots with a body": Case("DELETE", "/v1/snapshots/none", {"all": True}, field="body"),
+    "a machine of no snapshot": machine("snapshot", code="not_found", status=404, snapshot="none"),
+    # --- screens
+    "screen of one that has none": Case("GET", "{box}/screen", field="sandbox_id", code="unsupported", status=422),
+    "screen of none": missing("GET", f"/v1/sandboxes/{NO_BOX}/screen", "sandbox_id"),
+    "size of a screen that is not there": Case("GET", "{box}/screen/size", field="sandbox_id", code="unsupported", status=422),
+    "screen of another size": Case("POST", "{box}/screen/size", {"width": 1, "height": 600}, field="width"),
+    "screen without a height": Case("POST", "{box}/screen/size", {"width": 800}, field="body"),
+    "no input": Case("POST", "{box}/screen/input", {"events": []}, field="events"),
+    "too much input": Case("POST", "{box}/screen/input", {"events": [{"kind": "key", "keys": "a"}] * 1001}, field="events"),
+    "input of an unknown kind": told("events", kind="shake"),
+    "input without a kind": told("events", x=1, y=1),
+    "pointer beside the screen": told("events[0].x", kind="move", x=-1, y=0),
+    "pointer below the screen": told("events[0].y", kind="click", x=0, y=99_999),
+    "pointer without a place": told("events", kind="move", x=1),
+    "button that is none": told("events", kind="button", button="fourth", down=True),
+    "click without end": told("events[0].count", kind="click", x=0, y=0, count=100),
+    "wheel that stands still": told("events[0].dx", kind="scroll", x=0, y=0),
+    "wheel out of control": told("events[0].dy", kind="scroll", x=0, y=0, dy=1 << 20),
+    "no key": told("events[0].keys", kind="key", keys=""),
+    "no text": told("events[0].text", kind="text", text=""),
+    "text that is a book": told("events[0].text", kind="text", text="x" * (17 << 10)),
+    "VNC of one that has no screen": Case("POST", "{box}/screen/vnc", field="sandbox_id", code="unsupported", status=422),
+    "VNC without a ticket": missing("POST", "/v1/vnc/none", "token"),
     # --- TCP
     "no token": Case("GET", "/v1/info", tcp="", field="authorization", code="unauthorized", status=401),
     "wrong token": Case("POST", "/v1/drain", tcp="wrong", field="authorization", code="unauthorized", status=401),
