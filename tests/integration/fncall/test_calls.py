@@ -286,7 +286,7 @@ def test_what_makes_forks_cheap_is_not_seen_in_them(fn_node: FnNode) -> None:
 
 def test_a_fork_faults_in_few_pages(fn_node: FnNode) -> None:
     with fn_node.member(preload=["resource"]) as calls:
-        assert int(calls.says("import resource\nprint(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)")) < 180
+        assert int(calls.says("import resource\nprint(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)")) < 165
 
 
 def test_the_zygote_is_python_3_8() -> None:
