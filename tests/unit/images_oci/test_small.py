@@ -12,7 +12,7 @@ import pytest
 
 from opendsec.api.errors import InvalidRequest, NotFound, OpenDSecError, Unauthorized, Unavailable, Unsupported
 from opendsec.api.images import ImageConfig
-from opendsec.images.oci import export, settings
+from opendsec.images.oci import archive, export, settings
 from opendsec.images.oci import manifest as formats
 from opendsec.images.oci.erofs_image import crc32c
 from opendsec.images.oci.groups import SMALL_BYTES, groups
@@ -123,3 +123,28 @@ def test_what_would_mean_absence_is_not_exported(tmp_path: Path, name: str) -> N
             export.tar(fd, lambda data: None)
     finally:
         os.close(fd)
+
+
+# --- archives --------------------------------------------------------------------------------------------------------
+
+
+def in_archive(*tags: str) -> archive._Image:
+    return archive._Image(config="c", repo_tags=tags, layers=())
+
+
+@pytest.mark.parametrize("asked", ["host.example/lib/tool:1", "lib/tool:1", "tool:1"])
+def test_a_tag_of_an_archive_may_be_given_without_its_host_if_one_image_fits(asked: str) -> None:
+    tool, other = in_archive("host.example/lib/tool:1"), in_archive("host.example/lib/mytool:1", "other:latest")
+    assert archive._select((other, tool), asked) is tool
+    assert archive._select((other, tool), "other") is other
+    with pytest.raises(NotFound, match=r"host\.example/lib/tool:1"):
+        archive._select((other, tool), "ool:1")
+
+
+def test_a_tag_that_several_images_of_an_archive_fit_is_refused_unless_it_is_all_of_one() -> None:
+    images = (in_archive("host.example/tool:1"), in_archive("other.example/tool:1"), in_archive("tool:2"), in_archive("a.example/tool:2"))
+    with pytest.raises(InvalidRequest, match=r"host\.example/tool:1, other\.example/tool:1"):
+        archive._select(images, "tool:1")
+    assert archive._select(images, "tool:2") is images[2]
+    one = in_archive("a.example/tool:1", "b.example/tool:1")
+    assert archive._select((one,), "tool:1") is one

@@ -114,11 +114,18 @@ def _select(images: tuple[_Image, ...], wanted: str) -> _Image:
         if len(images) == 1:
             return images[0]
         raise InvalidRequest(f"there are several images: say which of {', '.join(tags)[:500]}", field="reference")
-    known = {wanted, f"{wanted}:latest"}
-    known |= {f"docker.io/{name}" for name in known} | {f"docker.io/library/{name}" for name in known}
+    known = (wanted, f"{wanted}:latest")
     for image in images:
-        if known & set(image.repo_tags or ()):
+        if set(known) & set(image.repo_tags or ()):
             return image
+    # Who wrote the archive may have put a host before the name, and a directory that people leave out.
+    ends = tuple(f"/{name}" for name in known)
+    fitting = [image for image in images if any(tag.endswith(ends) for tag in image.repo_tags or ())]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        several = ", ".join(tag for tag in tags if tag.endswith(ends))
+        raise InvalidRequest(f"{wanted!r} may be several images: say which of {several[:500]}", field="reference")
     raise NotFound(f"no image is called {wanted!r}; there is: {', '.join(tags)[:500] or 'no name'}", field="reference")
 
 
