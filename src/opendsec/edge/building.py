@@ -239,13 +239,11 @@ class _Building:
             config=ImageConfig(),
             layers=tuple(await asyncio.to_thread(lambda: [self.store.layer_ref(digest) for digest in layers])),
         )
-        free = self.node.policy.disk_bytes - self.node.promised.disk_bytes
-        disk = max(DISK_BYTES[0], min(DISK_BYTES[1], free // 2)) if self.node.policy.disk_bytes else DISK_BYTES[0]
         wanted = spec.Container(
             image=self.request.name,
             memory=self.source.memory,
             cpu=self.source.cpu,
-            disk=min(disk, self.node.policy.max_disk_bytes or disk),
+            disk=self._disk_bytes(),
             inodes=INODES,
             pids=min(PIDS, self.node.policy.max_pids or PIDS),
             open_files=OPEN_FILES,
@@ -259,6 +257,12 @@ class _Building:
                 yield box, handle
         finally:
             await to_the_end(self.node.kill(box.id, message="its step is over"))
+
+    def _disk_bytes(self) -> int:
+        """Of a step's sandbox."""
+        free = self.node.policy.disk_bytes - self.node.promised.disk_bytes
+        disk = max(DISK_BYTES[0], min(DISK_BYTES[1], free // 2)) if self.node.policy.disk_bytes else DISK_BYTES[0]
+        return min(disk, self.node.policy.max_disk_bytes or disk)
 
     async def _run(self, step: Step, action: Run, handle: Handle) -> bool:
         ran = await run_command(handle, action, timeout_s=self.source.timeout_s, line=self.say)
@@ -293,7 +297,8 @@ class _Building:
 
     async def _copy_from(self, reader: Reader, action: Copy, layers: tuple[str, ...], *, owners: bool) -> str:
         def look() -> list[Entry]:
-            return reader.entries([path for source in action.sources for path in reader.matches(source)], action.to)
+            paths = [path for source in action.sources for path in reader.matches(source)]
+            return reader.entries(paths, action.to, limit_bytes=self._disk_bytes())
 
         looking = asyncio.ensure_future(asyncio.to_thread(look))
         try:

@@ -301,6 +301,23 @@ def test_patterns_that_mean_nothing() -> None:
         Ignore("ok\n[open")
 
 
+def test_what_will_not_fit_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x" * 100)
+    with open(tmp_path / "b", "wb") as file:
+        file.truncate(1 << 40)
+    fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        reader = Reader(fd)
+        for paths in ([b"b"], [b""]):
+            with pytest.raises(InvalidRequest, match="more than the 1000 bytes"):
+                reader.entries(paths, "/x/", limit_bytes=1000)
+        assert reader.entries([b"a"], "/x", limit_bytes=100)[0].size == 100
+        with pytest.raises(InvalidRequest):
+            reader.entries([b"a", b"a"], "/x/", limit_bytes=199)
+    finally:
+        os.close(fd)
+
+
 def test_reading_a_context_can_be_cancelled(tmp_path: Path) -> None:
     """A build that was given up, or an edge that stops, would wait for a thread that reads a hole of a tebibyte."""
     with open(tmp_path / "endless", "wb") as file:

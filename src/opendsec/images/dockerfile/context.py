@@ -47,6 +47,7 @@ class Reader:
     def __init__(self, fd: int, *, inside: bool = False, ignore: Ignore | None = None) -> None:
         self.fd, self.ignore = fd, ignore or Ignore()
         self._cancelled = False
+        self._left = self._limit = 0
         self._resolve = abi.RESOLVE_IN_ROOT | abi.RESOLVE_NO_MAGICLINKS if inside else abi.RESOLVE_BENEATH | abi.RESOLVE_NO_MAGICLINKS
 
     def cancel(self) -> None:
@@ -99,9 +100,10 @@ class Reader:
 
     # --- what ---------------------------------------------------------------------------------------------------------
 
-    def entries(self, paths: Sequence[bytes], to: str) -> list[Entry]:
+    def entries(self, paths: Sequence[bytes], to: str, *, limit_bytes: int = 1 << 62) -> list[Entry]:
         """All that is to be copied, directories before what is in them. Of a directory its content is copied, not itself. `paths`: from
-        `matches`; `to` as in `plan.Copy`. Raises InvalidRequest, OSError."""
+        `matches`; `to` as in `plan.Copy`; `limit_bytes`: of all files. Raises InvalidRequest, OSError."""
+        self._left, self._limit = limit_bytes, limit_bytes
         target, into = os.fsencode(to).strip(b"/"), to.endswith("/")
         if len(paths) > 1 and not into:
             raise InvalidRequest("the source means several files, so the destination must end in '/'", field="source.dockerfile")
@@ -167,6 +169,10 @@ class Reader:
             finally:
                 os.close(fd)
         if kind == stat.S_IFREG:
+            # Before it is read: of a file that will not fit that could take minutes.
+            self._left -= status.st_size
+            if self._left < 0:
+                raise InvalidRequest(f"has more than the {self._limit} bytes that a step's disk holds", field="source.context")
             size, digest = self._digest(source)
             return Entry(source, name, "file", mode, uid, gid, size=size, digest=digest)
         raise InvalidRequest(f"{os.fsdecode(source)!r} is neither a file, a directory nor a link", field="source.context")
