@@ -278,8 +278,9 @@ class Catalog:
 
     async def _streamed(self, work: Work) -> AsyncGenerator[BuildEvent, None]:
         try:
-            async with aclosing(streamed(work)) as events:
-                async for event in events:
-                    yield event
+            with self.store.at_work():
+                async with aclosing(streamed(work)) as events:
+                    async for event in events:
+                        yield event
         finally:
             self._fresh.clear()

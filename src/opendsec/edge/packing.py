@@ -50,7 +50,8 @@ async def pack(node: Node, sandbox_id: str, request: PackRequest) -> PackResult:
             raise InvalidRequest(f"the sandbox has {MAX_LAYERS} layers already, and no sandbox may have more", field="name")
         async with awake(node, sandbox_id) as (box, handle):
             action.begin("", node.clock.time())
-            return await _pack(node, box, handle, request, name, image_name)
+            with node.images.store.at_work(box.template.layers):
+                return await _pack(node, box, handle, request, name, image_name)
 
     return await node.actions.once(
         request.action_id,

@@ -25,7 +25,7 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
@@ -63,6 +63,7 @@ class ImageStore:
         self._data_source: DataSource = data_source or LocalData()
         self._clock = clock
         self._records: dict[str, tuple[tuple[int, int], LayerRecord]] = {}
+        self._at_work: dict[object, tuple[float, tuple[str, ...]]] = {}  # since when, and what it builds upon
 
     def prepare(self) -> None:
         """Make the directories and clear what dead builders left. Before first use; may be repeated at any time."""
@@ -209,6 +210,18 @@ class ImageStore:
             finally:
                 os.close(fd)
 
+    @contextlib.contextmanager
+    def at_work(self, digests: Iterable[str] = ()) -> Iterator[None]:
+        """Meanwhile `gc` leaves, whatever its grace period, these layers and all that are published or renewed: somebody of this
+        process is about to name them."""
+        token = object()
+        # A moment earlier: times of files come from a coarser clock.
+        self._at_work[token] = (self._clock() - 1, tuple(digests))
+        try:
+            yield
+        finally:
+            del self._at_work[token]
+
     def publish(self, directory: Path, record: LayerRecord, *, origin: Origin | None = None) -> LayerInfo:
         """Move a finished directory (in a `workspace`) into the store: the metadata and the data file, or the metadata, the chunk table
         and an `origin` for the data. A chunk table that the record does not know of is made.
@@ -332,9 +345,13 @@ class ImageStore:
             if problem := next(self._refs.unreadable(), None):
                 raise Conflict(f"not collecting while a reference is damaged: {problem}")
             used = set(in_use) | set(self._refs.layers().values())
+            horizon = self._clock() - grace_s
+            for since, digests in list(self._at_work.values()):
+                used.update(digests)
+                horizon = min(horizon, since)
             for image in self._refs.images():
                 used.update(image.layers)
-            found = garbage.find(self._layers, (self.cache, self.traces), self.partial, used=used, horizon=self._clock() - grace_s)
+            found = garbage.find(self._layers, (self.cache, self.traces), self.partial, used=used, horizon=horizon)
             places = [path for digest in found.digests for path in self._places(digest)] + found.strays
             freed = sum(map(garbage.disk_bytes, places))
             if not dry_run:

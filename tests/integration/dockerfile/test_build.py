@@ -9,7 +9,8 @@ import io
 import os
 import shutil
 import tarfile
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -275,11 +276,32 @@ async def test_a_context_that_changes_while_it_is_read_is_no_image(build: Builde
     (build.context / "a").write_text("first")
     original = Reader.entries
 
-    def entries(self: Reader, paths: Sequence[bytes], to: str) -> list[Entry]:
-        found = original(self, paths, to)
+    def entries(self: Reader, paths: Sequence[bytes], to: str, *, limit_bytes: int) -> list[Entry]:
+        found = original(self, paths, to, limit_bytes=limit_bytes)
         (build.context / "a").write_text("other")
         return found
 
     monkeypatch.setattr(Reader, "entries", entries)
     with pytest.raises(InvalidRequest, match="was changed while it was read"):
         await build(f"FROM {BASE}\nCOPY a /a\n")
+
+
+async def test_collecting_without_a_grace_period_takes_nothing_of_what_is_being_built(build: Builder, edge: NodeEdge) -> None:
+    """Between its publishing and its naming nothing but the build itself knows of a layer."""
+    text = f"FROM {BASE}\n" + "".join(f"RUN date +%N >/made{number}\n" for number in range(3))
+    source = DockerfileSource(context=str(build.context), dockerfile=text, memory="256MiB")
+    made = []
+    async with aclosing(edge.node.images.build(edge.node, BuildRequest(name="made", source=source), local=True)) as events:
+        building = asyncio.ensure_future(_last(events))
+        while not building.done():
+            made += (await edge.node.collect(dry_run=False, grace_s=0)).digests
+            await asyncio.sleep(0)
+        assert (await building).kind == "done"
+    box = await edge.create("made")
+    assert len((await edge.sh(box, "cat /made0 /made1 /made2")).split()) == 3
+    image = await edge.node.images.image("made")
+    assert not set(image.layers) & set(made)
+
+
+async def _last(events: AsyncIterator[BuildEvent]) -> BuildEvent:
+    return [event async for event in events][-1]

@@ -220,6 +220,20 @@ def test_publishing_again_renews_the_grace_period(filled: ImageStore, clock: Clo
     assert filled.gc().digests == ()
 
 
+def test_gc_leaves_what_somebody_is_about_to_name(filled: ImageStore, clock: Clock) -> None:
+    filled.remove("base")
+    filled.remove("toolkit:harness@7")
+    clock.now += GRACE_S
+    with filled.at_work([digest("base")]):
+        clock.now += 60
+        add(filled, "new")
+        assert filled.gc(grace_s=0).digests == (digest("harness"),)  # neither what is built upon, nor what was made meanwhile
+        with filled.at_work():
+            pass
+        assert filled.gc(grace_s=0).digests == ()
+    assert set(filled.gc(grace_s=0).digests) == {digest("base"), digest("new")}
+
+
 def test_gc_keeps_everything_while_a_reference_is_damaged(filled: ImageStore) -> None:
     path = next((filled.root / "refs" / "images").iterdir())
     path.write_bytes(path.read_bytes().replace(b"base", b"bose"))
