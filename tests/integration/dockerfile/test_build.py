@@ -290,7 +290,7 @@ async def test_collecting_without_a_grace_period_takes_nothing_of_what_is_being_
     """Between its publishing and its naming nothing but the build itself knows of a layer."""
     text = f"FROM {BASE}\n" + "".join(f"RUN date +%N >/made{number}\n" for number in range(3))
     source = DockerfileSource(context=str(build.context), dockerfile=text, memory="256MiB")
-    made = []
+    made: list[str] = []
     async with aclosing(edge.node.images.build(edge.node, BuildRequest(name="made", source=source), local=True)) as events:
         building = asyncio.ensure_future(_last(events))
         while not building.done():
