@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -84,7 +85,7 @@ class Qmp:
                     answer: object = await self._client.execute(command, dict(arguments))
                     return answer
                 async with self._sending:  # QEMU takes it for the next command that wants one
-                    self._client.send_fd_scm(fd)
+                    self._send_fd(fd)
                     answer = await self._client.execute(command, dict(arguments))
                     return answer
         except ExecuteError as error:
@@ -93,6 +94,13 @@ class Qmp:
             raise QmpGone(command, f"no answer within {timeout_s:g} s") from None
         except (QMPError, OSError, EOFError) as error:
             raise QmpGone(command, str(error) or "QEMU is gone") from error
+
+    def _send_fd(self, fd: int) -> None:
+        """As the library's `send_fd_scm`, which knows asyncio's own sockets only, not uvloop's."""
+        writer = self._client._writer
+        assert writer is not None
+        with socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno())) as connection:
+            socket.send_fds(connection, [b" "], [fd])
 
     async def close(self) -> None:
         self._events.cancel()
