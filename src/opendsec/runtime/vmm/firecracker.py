@@ -33,6 +33,7 @@ JAILER = "/usr/bin/jailer"
 API_SOCKET, VSOCK, SERIAL = "api.sock", "vsock.sock", "serial"
 GUEST_CID, GUEST_PORT = 3, 1024
 CALL_TIMEOUT_S = 20.0
+DIE_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 1 << 20
 MAX_DISKS = 8  # with the other devices, as many as its virtio-mmio bus has interrupts for
 
@@ -251,7 +252,7 @@ class Firecracker:
         except Unavailable as error:
             if self.alive():
                 raise
-            await asyncio.wait([self._died], timeout=CALL_TIMEOUT_S)
+            await asyncio.wait([self._died], timeout=DIE_TIMEOUT_S)
             raise SandboxLost(self._died.result() if self._died.done() else "Firecracker ended") from error
 
     def alive(self) -> bool:
@@ -334,7 +335,7 @@ class Firecracker:
                 syscalls.pidfd_send_signal(self._pidfd, signal.SIGKILL)
             except ProcessLookupError:
                 pass
-            await asyncio.wait([self._died], timeout=CALL_TIMEOUT_S)
+            await asyncio.wait([self._died], timeout=DIE_TIMEOUT_S)
         await self.let_go()
         await asyncio.to_thread(shutil.rmtree, self.jail.root.parent, ignore_errors=True)
 
