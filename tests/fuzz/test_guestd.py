@@ -18,7 +18,7 @@ from tests.guestd import HEADER, Guest, GuestError, N, cgroup2, service, text, t
 HERE = Path(__file__).parent
 NATIVE = HERE.parent.parent / "native"
 FLAGS = ["-std=gnu11", "-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-w"]
-RUNS = 3_000
+RUNS = 20_000
 CONVERSATIONS = 60
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")]

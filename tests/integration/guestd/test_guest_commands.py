@@ -334,3 +334,27 @@ def test_usage_adds_up(guest: Guest) -> None:
     assert usage.over and 0 < used <= total and disk_used <= disk and processes == 0
     assert refused(guest, "FREEZE") == errno.EOPNOTSUPP
     guest.ask("THAW")
+
+
+def network(guest: Guest, *, addresses: list[str], gateways: list[str], servers: list[str] | None = None, mac: bytes = bytes(6)) -> None:
+    guest.ask("NETWORK", text("net0") + mac + struct.pack("<I", 1400) + texts(addresses) + texts(gateways) + texts(servers or []))
+
+
+def test_a_device_gets_its_addresses_and_loses_those_before(guest: Guest) -> None:
+    with pytest.raises(GuestError) as caught:
+        network(guest, addresses=["10.0.0.2/24"], gateways=[])
+    assert caught.value.args[0] == errno.ENODEV
+    assert guest.run(["ip", "link", "add", "net0", "type", "veth", "peer", "name", "peer0"])[0] == 0
+    assert guest.run(["ip", "link", "set", "peer0", "up"])[0] == 0
+    network(guest, addresses=["10.0.0.2/24", "fd00::2/64"], gateways=["10.0.0.1", "fd00::1"], mac=b"\x02\0\0\0\0\1")
+    network(guest, addresses=["10.0.1.2/24", "fd00:1::2/64"], gateways=["10.0.1.1"], mac=b"\x02\0\0\0\0\2")
+    shown = guest.run(["ip", "-o", "addr", "show", "net0"])[1].decode()
+    assert "10.0.1.2/24" in shown and "fd00:1::2/64" in shown
+    assert "tentative" not in shown.replace("link tentative", ""), "an address of ours cannot be used at once"
+    assert "10.0.0.2" not in shown and "fd00::2/" not in shown
+    link = guest.run(["ip", "link", "show", "net0"])[1].decode()
+    assert "02:00:00:00:00:02" in link and "mtu 1400" in link
+    assert guest.run(["ip", "route", "show", "default"])[1].startswith(b"default via 10.0.1.1 dev net0")
+    with pytest.raises(GuestError) as caught:
+        network(guest, addresses=["10.0.0.300/24"], gateways=[])
+    assert caught.value.args[0] == errno.EINVAL
