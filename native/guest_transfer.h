@@ -208,10 +208,11 @@ static void on_read(u64 id, struct in *in)
 struct writing {
 	struct transfer t;
 	int directory;
-	int exists, appends, given; /* `given`: bits FILE_MODE and FILE_USER */
+	int exists, appends, exclusive, given; /* `exclusive`: appended to what is not there yet; `given`: bits FILE_MODE and FILE_USER */
 	u32 mode;
 	struct owner owner;
-	u64 written;
+	u64 written, start; /* `start`: the size before, of what is appended to in place */
+	int committed;
 	char name[NAME_MAX + 1];
 };
 
@@ -233,7 +234,14 @@ static int write_feed(struct transfer *t, const u8 *data, u32 len)
 
 static void write_drop(struct transfer *t)
 {
-	close_fd(&((struct writing *)t)->directory);
+	struct writing *w = (struct writing *)t;
+	struct stat st;
+	/* What was appended is taken back, unless somebody else has changed the size since. */
+	if (w->appends && !w->committed && w->written && t->fd >= 0 && !fstat(t->fd, &st) && (u64)st.st_size == w->start + w->written &&
+	    ftruncate(t->fd, (off_t)w->start) < 0) {
+		/* there is nothing better to do */
+	}
+	close_fd(&w->directory);
 }
 
 /* Where a shell's redirection to `path` would write: directory and name, and what is there. */
@@ -321,7 +329,10 @@ static void on_write(u64 id, struct in *in)
 		w->appends = who.flags & FILE_APPEND && w->exists;
 		w->owner = w->exists && !(who.flags & FILE_USER) ? (struct owner){ st.st_uid, st.st_gid } : given;
 		w->mode = who.flags & FILE_MODE ? who.mode : w->exists ? st.st_mode & 01777 : NEW_FILE_MODE;
+		w->exclusive = who.flags & FILE_APPEND && !w->exists;
 		error = w->t.fd = open_target(w);
+		if (error >= 0 && w->appends && !fstat(w->t.fd, &st))
+			w->start = (u64)st.st_size;
 	}
 	if (error < 0) {
 		answer_error(id, error, "%s", strerror(-error));
@@ -338,7 +349,7 @@ static int publish(struct writing *w)
 	u64 random[2];
 	if (!w->exists && !linkat(w->t.fd, "", w->directory, w->name, AT_EMPTY_PATH))
 		return 0;
-	if (!w->exists && errno != EEXIST)
+	if (!w->exists && (errno != EEXIST || w->exclusive))
 		return -errno;
 	if (getrandom(random, sizeof(random), GRND_NONBLOCK) < 0)
 		return -errno;
@@ -366,8 +377,12 @@ static int commit_writing(struct writing *w, u64 *size)
 	if (error)
 		return error;
 	*size = (u64)st.st_size;
-	if (w->appends)
+	if (w->appends) {
+		if (*size < w->start + w->written)
+			return -EAGAIN; /* something else has cut it */
+		w->committed = 1;
 		return 0;
+	}
 	if (*size != w->written)
 		return -EIO;
 	if ((error = publish(w)) < 0)

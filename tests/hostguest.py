@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """guestd as a service on this machine, in namespaces of its own, without any virtual machine: all of the channel, nothing of the guest.
 
-Its root is this machine's, with /tmp, /root, /home and /etc on a file system of its own in memory; its processes die with it. Never set its clock:
-that is this machine's.
+Its root is this machine's, with /tmp, /root, /home and /etc on a file system of its own in memory; its processes die with it. Never set its
+clock: that is this machine's.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class HostGuest:
         try:
             with theirs:
                 fd = str(theirs.fileno())
+                apart = ("unshare", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc", "sh", "-c", SETUP, "sh")
                 self.process = subprocess.Popen(
-                    ["unshare", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc", "sh", "-c", SETUP, "sh"]
-                    + [*wrap, str(GUESTD), "--fd", fd, "--cgroup", self.group.tree_path],
+                    [*apart, *wrap, str(GUESTD), "--fd", fd, "--cgroup", self.group.tree_path],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                 )

@@ -100,11 +100,11 @@ def racing(jail: Jail, *pairs: str, flips: int = FLIPS) -> Iterator[Callable[[],
 
 
 def read(files: SandboxFiles, path: bytes) -> bytes:
-    fd = files.open_read(path).fileno()
+    reader = files.open_read(path)
     try:
-        return b"".join(chunks(fd))
+        return b"".join(chunks(reader))
     finally:
-        os.close(fd)
+        reader.close()
 
 
 def write(files: SandboxFiles, path: bytes, data: bytes = b"from outside", **options: object) -> None:
@@ -424,11 +424,11 @@ def test_a_directory_with_too_many_entries(jail: Jail, monkeypatch: pytest.Monke
 def test_a_file_of_a_terabyte_is_read_in_pieces(jail: Jail) -> None:
     (jail.root / "sparse").touch()
     os.truncate(jail.root / "sparse", 10**12)
-    fd = jail.files.open_read(b"/sparse").fileno()
-    pieces = chunks(fd)
+    reader = jail.files.open_read(b"/sparse")
+    pieces = chunks(reader)
     assert [len(next(pieces)) for _ in range(3)] == [1 << 20] * 3
-    assert b"".join(chunks(fd, 10**12 - 5)) == bytes(5)
-    os.close(fd)
+    assert b"".join(chunks(reader, 10**12 - 5)) == bytes(5)
+    reader.close()
 
 
 def test_the_thread_is_itself_again(jail: Jail) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Boxes to work in: one of each kind for a module's tests, each test in a directory of its own."""
+"""Boxes to work in: one of each kind for a module's tests, each in a directory of its own. "guest": through guestd, as in a machine."""
 
 from __future__ import annotations
 
@@ -8,12 +8,22 @@ from collections.abc import Iterator
 import pytest
 
 from tests.integration.files.box import Box
+from tests.integration.files.guestbox import DEVIATIONS, GuestBox
 
 
-@pytest.fixture(scope="module", params=["host", "inside"])
+@pytest.fixture(scope="module", params=["host", "inside", "guest"])
 def box(request: pytest.FixtureRequest) -> Iterator[Box]:
-    with Box(request.param) as made:
+    with GuestBox() if request.param == "guest" else Box(request.param) as made:
         yield made
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out what the guest does otherwise: see DEVIATIONS."""
+    items[:] = [item for item in items if not (isinstance(item, pytest.Function) and deviates(item))]
+
+
+def deviates(item: pytest.Function) -> bool:
+    return item.originalname in DEVIATIONS and hasattr(item, "callspec") and item.callspec.params.get("box") == "guest"
 
 
 @pytest.fixture

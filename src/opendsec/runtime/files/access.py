@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from opendsec.api.errors import Conflict, QuotaExceeded
 from opendsec.api.files import FileInfo
 from opendsec.kernel import fsuser, syscalls
-from opendsec.runtime.backend import FileWriter, Watch
+from opendsec.runtime.backend import FileReader, FileWriter, Watch
 from opendsec.runtime.files import accounts, writer
 from opendsec.runtime.files.archive import Problem, write_archive
 from opendsec.runtime.files.beneath import Owner, Tree, check_path, closing, make_directory, open_entry, read_link, split, text, translated
@@ -69,7 +69,7 @@ class SandboxFiles:
         return sorted(found, key=lambda info: info.raw_name)
 
     def open_read(self, path: bytes) -> OpenFile:
-        """A regular file, opened for reading; the caller closes it. `chunks` reads from its descriptor.
+        """A regular file, opened for reading; the caller closes it. `chunks` reads from it.
 
         Files of /proc are opened with the bare rights of the sandbox's root, without any capability.
         """
@@ -236,7 +236,7 @@ class OpenFile:
     def read(self, offset: int, count: int) -> bytes:
         parts, got = [], 0
         with translated(self._path):
-            while got < count and (part := os.pread(self._fd, count - got, offset + got)):
+            while got < count and (part := os.pread(self._fd, min(count - got, CHUNK_BYTES), offset + got)):
                 parts.append(part)
                 got += len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -247,17 +247,17 @@ class OpenFile:
             os.close(fd)
 
 
-def chunks(fd: int, offset: int = 0, length: int | None = None) -> Iterator[bytes]:
+def chunks(reader: FileReader, offset: int = 0, length: int | None = None) -> Iterator[bytes]:
     """Content of a file that may be changing, in pieces of at most 1 MiB, from `offset` on; at most `length` bytes.
 
     Ends at the size that the file has now, so that one that grows faster than it is read has an end too. Files that say size 0
     and are not empty (/proc) are read to their end, at most 16 MiB. Raises OSError.
     """
-    size = os.fstat(fd).st_size
+    size = reader.size_bytes()
     end = size if size else MAX_PSEUDO_BYTES
     if length is not None:
         end = min(end, offset + length)
-    while offset < end and (data := os.pread(fd, min(CHUNK_BYTES, end - offset), offset)):
+    while offset < end and (data := reader.read(offset, min(CHUNK_BYTES, end - offset))):
         offset += len(data)
         yield data
 

@@ -12,11 +12,12 @@ import stat
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from opendsec.api.errors import Conflict, Internal, InvalidRequest, OpenDSecError, QuotaExceeded, SandboxLost, Unavailable
+from opendsec.api.errors import Conflict, Internal, InvalidRequest, NotFound, OpenDSecError, QuotaExceeded, SandboxLost, Unavailable
 from opendsec.api.files import FileInfo
 from opendsec.runtime.backend import FileReader, FileWriter, Watch
 from opendsec.runtime.files import tarball
 from opendsec.runtime.files.access import MAX_LISTED
+from opendsec.runtime.files.archive import Problem
 from opendsec.runtime.files.beneath import MAX_NAME_BYTES, NOBODY, check_path, from_os_error, split, text
 from opendsec.runtime.files.extract import parts_of, refused
 from opendsec.runtime.guest import wire
@@ -64,6 +65,11 @@ class GuestFiles:
         try:
             return b"".join(self._channel.ask_from_thread(kind, payload, number=owner.number, owner=owner))
         except Refused as error:
+            if kind in (wire.READ, wire.WRITE) and error.errno in (errno.ENXIO, errno.EISDIR):
+                what = self.stat(path).kind
+                if what != "file":
+                    what_it_is = what.replace("_", " ")
+                    raise Conflict(f"{text(path)} is a {what_it_is}, not a regular file", field="path") from error
             raise failure(error, path) from error
         except OpenDSecError:
             if not isinstance(owner, GuestWatch):
@@ -159,13 +165,19 @@ class GuestFiles:
 
     # --- trees -------------------------------------------------------------------------------------------------------
 
-    def archive(self, path: bytes, out_fd: int) -> None:
-        """Write a tar stream of `path` to `out_fd` (closed by the caller). Raises Conflict if the reader goes away."""
+    def archive(self, path: bytes, out_fd: int, *, problem: Problem | None = None) -> None:
+        """Write a tar stream of `path` to `out_fd`, the caller's. `problem` is called with a member's name and what is wrong with it.
+
+        Raises Conflict if the reader goes away.
+        """
         check_path(path)
         transfer = Incoming(self._channel)
-        self.read(self.begin(wire.WALK, wire.string(path), transfer, path), wire.nothing)
+        start = self.read(self.begin(wire.WALK, wire.string(path), transfer, path), Fields.entry)
         try:
-            write_tar(transfer, out_fd)
+            if start.kind not in ("directory", "file"):
+                what = start.kind.replace("_", " ")
+                raise Conflict(f"{text(path)} is a {what}; an archive is of a directory or a file", field="path")
+            write_tar(transfer, out_fd, problem or (lambda _name, _what: None))
         except Closed as closed:
             raise from_os_error(OSError(closed.code, ""), path) from closed
         except OSError as error:
@@ -178,12 +190,12 @@ class GuestFiles:
         transfer = Outgoing(self._channel)
         payload = wire.who(wire.FILE_PARENTS, None, user) + wire.string(path)
         self.read(self.begin(wire.EXTRACT, payload, transfer, path), wire.nothing)
-        member = path
+        last: tarball.Member | None = None
         try:
             try:
                 reader = tarball.TarReader(in_fd)
                 for one in reader:
-                    member = one.name
+                    last = one
                     if (head := record(one, given_owner=user is not None)) is None:
                         continue
                     transfer.write(head)
@@ -191,7 +203,10 @@ class GuestFiles:
                         transfer.write(piece)
             except Closed:
                 pass  # COMMIT says why
-            return self.commit(transfer, member, "body")
+            try:
+                return self.commit(transfer, path if last is None else last.name, "body")
+            except OpenDSecError as error:
+                raise error if last is None else at_member(error, last) from error
         except BaseException:
             self.abort(transfer)
             raise
@@ -311,6 +326,16 @@ def failure(error: Refused, path: bytes, field: str = "path") -> OpenDSecError:
     return from_os_error(OSError(error.errno, said), path, field)
 
 
+def at_member(error: OpenDSecError, member: tarball.Member) -> OpenDSecError:
+    """The error of an extraction that ended at `member`, or a little before: what is under way when it fails is bounded by the credit."""
+    if member.kind == "hard_link" and isinstance(error, NotFound):
+        return refused(member, f"is a link to {text(member.link)}, which does not exist")
+    if member.kind == "hard_link" and error.data.get("errno") == "EISDIR":
+        return refused(member, "is a link to a directory")
+    error.data["member"] = text(member.name)
+    return error
+
+
 def named(entry: Entry, path: bytes) -> FileInfo:
     """Under the name that it was asked for by."""
     return entry._replace(name=path.rstrip(b"/").rsplit(b"/", 1)[-1] or b"/").info()
@@ -348,20 +373,16 @@ def record(member: tarball.Member, *, given_owner: bool) -> bytes | None:
     return wire.u32(wire.RECORD_LINK if member.kind == "hard_link" else wire.RECORD_ENTRY) + entry.packed()
 
 
-def write_tar(transfer: Incoming, out: int) -> None:
+def write_tar(transfer: Incoming, out: int, problem: Problem) -> None:
     """Records of a walk as a tar stream. Raises OSError of `out`, Closed, Conflict."""
-    first = True
     while kind := transfer.upto(4):
         if kind == wire.u32(wire.RECORD_PROBLEM):
-            for _ in range(2):
-                _exactly(transfer, _length(transfer, wire.MAX_PAYLOAD))
+            name, what = (_exactly(transfer, _length(transfer, wire.MAX_PAYLOAD)) for _ in range(2))
+            problem(name, text(what))
             continue
         if kind not in (wire.u32(wire.RECORD_ENTRY), wire.u32(wire.RECORD_LINK)):
             raise _nonsense()
         member, size = _member(transfer, link=kind == wire.u32(wire.RECORD_LINK))
-        if first and member.kind not in ("directory", "file"):
-            raise Conflict("an archive is of a directory or a file", field="path")
-        first = False
         tarball.write_all(out, tarball.header(member))
         left = size
         while left:
