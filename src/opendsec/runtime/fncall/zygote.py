@@ -106,14 +106,15 @@ def tools() -> ctypes.Array[ctypes.c_int64] | None:
     names += " PyDict_GetItem PyDict_Clear Py_CompileStringObject PyEval_EvalCode PyObject_CallObject PyErr_Clear PyList_Size Py_DecRef"
     streams = ("stdout", "__stdout__", "stderr", "__stderr__")
     flushes = [getattr(getattr(sys, name), "flush", None) for name in streams]
-    if seed is not None or None in flushes or not all(hasattr(ctypes.pythonapi, name) for name in names.split()):
+    if seed is not None or len(main.__dict__) > 8 or None in flushes or not all(hasattr(ctypes.pythonapi, name) for name in names.split()):
         return None
     young = 1 if sys.version_info < (3, 13) else 2  # since then it is not sure what that takes in
     objects = [main.__dict__, default[1], sys.modules, "threading", exits, exits(), sys.__dict__, gc.get_objects, collect, (2,), (young,)]
     objects += [*streams, *(getattr(sys, name) for name in streams), *flushes]
-    kept.append(objects)
+    own = [thing for item in main.__dict__.items() for thing in item]
+    kept.append((objects, own))
     places = [ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value or 0 for name in names.split()]
-    places += [*map(id, objects), len(sys.modules), sys.version_info[1]]
+    places += [*map(id, objects), len(sys.modules), sys.version_info[1], len(own) // 2, *map(id, own)]
     return (ctypes.c_int64 * len(places))(*places)
 
 
