@@ -48,15 +48,17 @@ class Promised(msgspec.Struct, frozen=True):
         return Promised(self.memory_bytes - promise.memory_bytes, self.disk_bytes - promise.disk_bytes, self.sandboxes - 1)
 
 
-def promise_for(limits: Limits, policy: Policy) -> Promise:
-    """What a sandbox of these limits must be promised."""
+def promise_for(limits: Limits, policy: Policy, *, machine: bool = False) -> Promise:
+    """What a sandbox of these limits must be promised. `machine`: its disk is a file, whatever the scratch is."""
+    if machine and policy.scratch_is_memory:
+        return Promise(limits.memory_bytes, 0)
     memory_bytes = limits.memory_bytes + (limits.disk_bytes if policy.scratch_is_memory else 0)
     return Promise(memory_bytes, 0 if policy.scratch_is_memory else limits.disk_bytes)
 
 
-def check_one(limits: Limits, policy: Policy) -> None:
+def check_one(limits: Limits, policy: Policy, *, machine: bool = False) -> None:
     """Raises QuotaExceeded if no sandbox may be this large here, however empty the edge is."""
-    promise = promise_for(limits, policy)
+    promise = promise_for(limits, policy, machine=machine)
     for resource, asked, maximum in (
         ("memory", limits.memory_bytes, policy.max_memory_bytes),
         ("memory", promise.memory_bytes, policy.memory_bytes),
@@ -64,7 +66,8 @@ def check_one(limits: Limits, policy: Policy) -> None:
         ("disk", promise.disk_bytes, policy.disk_bytes),
     ):
         if maximum is not None and asked > maximum:
-            why = " (with the disk, which is memory on this edge)" if policy.scratch_is_memory and resource == "memory" else ""
+            in_memory = policy.scratch_is_memory and resource == "memory" and not machine
+            why = " (with the disk, which is memory on this edge)" if in_memory else ""
             raise _refusal(resource, asked, None, maximum, f"{format_bytes(asked)}{why}", format_bytes(maximum))
     if policy.max_cpu is not None and limits.cpu > policy.max_cpu:
         raise _refusal("cpu", limits.cpu, None, policy.max_cpu, f"{limits.cpu:g} cores", f"{policy.max_cpu:g}")
@@ -72,9 +75,9 @@ def check_one(limits: Limits, policy: Policy) -> None:
         raise _refusal("pids", limits.pids, None, policy.max_pids, str(limits.pids), str(policy.max_pids))
 
 
-def admit(promised: Promised, limits: Limits, policy: Policy) -> Promised:
+def admit(promised: Promised, limits: Limits, policy: Policy, *, machine: bool = False) -> Promised:
     """`promised` with one more sandbox. Raises QuotaExceeded naming the resource that is short."""
-    promise = promise_for(limits, policy)
+    promise = promise_for(limits, policy, machine=machine)
     after = promised.plus(promise)
     if after.sandboxes > policy.sandboxes:
         raise QuotaExceeded(

@@ -18,6 +18,9 @@ from opendsec.edge.fn.parts import NAME as FNCALL
 from opendsec.edge.fn.parts import FnParts
 from opendsec.edge.loading import Loading, feature
 from opendsec.edge.log import Log
+from opendsec.edge.machines import FOLDER, Machines, missing_for_machines, parts_of
+from opendsec.edge.machines import capabilities as machine_capabilities
+from opendsec.edge.machines import features as machine_features
 from opendsec.images.lazy.client import Settings as LoaderSettings
 from opendsec.images.lazy.client import choose as choose_mechanism
 from opendsec.images.lazy.protocol import Mechanism
@@ -49,6 +52,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     stores: Stores = Stores({})
     loading: Loading | None = None  # None: nothing is loaded on demand
     fn: FnParts | None = None  # None: no function calls
+    started: Callable[[], None] = lambda: None  # to be told once the backends are
     close: Callable[[], Awaitable[None]] = _nothing
 
     def policy(self, settings: Settings) -> Policy:
@@ -93,7 +97,10 @@ async def assemble(settings: Settings, edge_id: str, log: Log) -> Parts:
         missing=missing_for_containers(found),
     )
 
+    machines = Machines(settings, edge_id, backend, found, log)
+
     async def close() -> None:
+        await machines.close()
         await backend.close()
         await loading.close(unneeded=not scratch.list())
         await stores.close()
@@ -101,13 +108,13 @@ async def assemble(settings: Settings, edge_id: str, log: Log) -> Parts:
         await scratch.close(remove=not scratch.list())
 
     return Parts(
-        backends={backend.name: backend},
+        backends={backend.name: backend, **machines.backends},
         images=images,
         boot_id=procfs.boot_id(),
         scratch_driver=f"{scratch.name}: {reason}",
         scratch_bytes=scratch.size_bytes,
         scratch_is_memory=scratch.in_memory,
-        features=(*found, feature(mechanism, why)),
+        features=(*found, *machine_features(parts_of(settings)), feature(mechanism, why)),
         stores=stores,
         loading=loading,
         fn=FnParts(
@@ -116,6 +123,7 @@ async def assemble(settings: Settings, edge_id: str, log: Log) -> Parts:
             members=settings.fn_members,
             cache_bytes=settings.fn_cache,
         ),
+        started=machines.started,
         close=close,
     )
 
@@ -164,7 +172,8 @@ def doctor() -> Capabilities:
     loading = feature(*choose_mechanism(next(folder for folder in (state_dir, *state_dir.parents) if folder.exists())))
     missing = missing_for_containers(found)
     backends = {NAME: capabilities(missing), FNCALL: (*fncall.capabilities(missing), devices.capability(()))}
-    return Capabilities(backends=backends, features=(*found, loading))
+    backends |= machine_capabilities([*missing_for_machines(found), *missing])
+    return Capabilities(backends=backends, features=(*found, *machine_features(state_dir / FOLDER), loading))
 
 
 def scratch_settings(settings: Settings) -> ScratchSettings:

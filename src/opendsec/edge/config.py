@@ -56,6 +56,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     fn_images: str
     fn_members: int
     fn_cache: int
+    vm_parts: Path | None
     log_level: str
     log_file: Path | None
     ready_fd: int | None
@@ -188,6 +189,9 @@ FIELDS: dict[str, _Field] = {
     "fn_images": _Field(_text, "", "images of languages: LANGUAGE=IMAGE,… with * for all others; default: as their definitions say"),
     "fn_members": _Field(_integer(1, 4096), max(4, os.cpu_count() or 1), "members at most of a pool that was made for calls without one"),
     "fn_cache": _Field(_size, 1 << 30, "size of the cache of compiled programs"),
+    "vm_parts": _Field(
+        _path, None, "directory with guest kernels and the files QEMU needs, which edges may share; default: vm in the state directory"
+    ),
     "log_level": _Field(_choice(*LEVELS), "info", "debug, info, warning, error"),
     "log_file": _Field(_path, None, "append the log there instead of stderr"),
     "ready_fd": _Field(_integer(3, 1 << 20), None, "descriptor to which one line is written when the edge answers"),

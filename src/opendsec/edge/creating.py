@@ -56,7 +56,7 @@ async def _create(node: Node, spec: AnySpec, limits: Limits, count: int, action:
     backend = node.backends.get(spec.kind)
     if backend is None:
         raise Unsupported(f"this edge has no backend {spec.kind!r}", field="spec.backend")
-    admission.check_one(limits, node.policy)
+    admission.check_one(limits, node.policy, machine=isinstance(spec, Machine))
     base: SnapshotRecord | None = None
     if isinstance(spec, Machine) and spec.snapshot:
         resolved, base = await node.snapshots.base(spec, limits)
@@ -71,9 +71,9 @@ async def _create(node: Node, spec: AnySpec, limits: Limits, count: int, action:
 
 
 def check_room(node: Node, limits: Limits) -> None:
-    """Raises Unavailable, QuotaExceeded if not even one sandbox of these limits can be made now."""
+    """Raises Unavailable, QuotaExceeded if not even one machine of these limits can be made now."""
     _check_ready(node)
-    admission.admit(node.promised, limits, node.policy)
+    admission.admit(node.promised, limits, node.policy, machine=True)
 
 
 async def fork(
@@ -95,7 +95,7 @@ async def create_from(node: Node, spec: AnySpec, resolved: Resolved) -> Box:
     backend = node.backends.get(spec.kind)
     if backend is None:
         raise Unsupported(f"this edge has no backend {spec.kind!r}", field="spec.backend")
-    admission.check_one(limits, node.policy)
+    admission.check_one(limits, node.policy, machine=isinstance(spec, Machine))
     action: Action[CreateResponse] = Action(node.actions, None, None, "create", b"")
     slots = _intend(node, _template(spec, limits, resolved, own=True), 1, action)
     if isinstance(slots[0], Box):
@@ -126,7 +126,8 @@ def _template(spec: AnySpec, limits: Limits, resolved: Resolved, *, own: bool = 
 def _intend(node: Node, template: Template, count: int, action: Action[CreateResponse], *, origin: str = "") -> list[Box | OpenDSecError]:
     """Admit as many as there is room for and write the intents, in one step."""
     spec, limits = template.spec, template.limits
-    promise = admission.promise_for(limits, node.policy)
+    machine = isinstance(spec, Machine)
+    promise = admission.promise_for(limits, node.policy, machine=machine)
     now, promised = node.clock.time(), node.promised
     slots: list[Box | OpenDSecError] = []
     boxes: list[Box] = []
@@ -136,7 +137,7 @@ def _intend(node: Node, template: Template, count: int, action: Action[CreateRes
             template_id = node.journal.template(hashlib.sha256(body).digest(), body)
             for _ in range(count):
                 try:
-                    after = admission.admit(promised, limits, node.policy)
+                    after = admission.admit(promised, limits, node.policy, machine=machine)
                     uid_base = node.uids.take()
                 except QuotaExceeded as refusal:
                     slots.append(refusal)

@@ -401,5 +401,5 @@ class Node:
         self.flush()
         if self._flush_timer is not None:
             self._flush_timer.cancel()
-        for backend in self.backends.values():
+        for backend in reversed(list(self.backends.values())):  # later ones use earlier ones
             await backend.close()

@@ -76,6 +76,7 @@ async def serve(settings: Settings, log: Log, assembling: Assemble, *, stop: asy
         stack.push_async_callback(node.close)
         for backend in parts.backends.values():
             await backend.start()
+        parts.started()
         functions = Functions(node, parts.fn, settings.state_dir)
         stack.push_async_callback(functions.close)
         await reconcile(node, parts.boot_id)
