@@ -150,6 +150,8 @@ def enter_machine(plan: Plan, sync: int, profile: bytes, fds: list[int]) -> None
         resource.setrlimit(number, (soft, hard))
     for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
+    # A clone has few pages of its own, scattered: as huge ones they would take several times the memory. This outlasts the exec.
+    syscalls.prctl(abi.PR_SET_THP_DISABLE, 1)
     syscalls.prctl(abi.PR_SET_NO_NEW_PRIVS, 1)
     syscalls.seccomp(abi.SECCOMP_SET_MODE_FILTER, 0, profile)
     enter.step = "exec"
