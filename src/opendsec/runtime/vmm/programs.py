@@ -124,3 +124,15 @@ def fill(root: Path, files: dict[str, Path]) -> None:
             if not os.path.islink(os.path.join(folder, name)):
                 os.chmod(os.path.join(folder, name), 0o755)
     root.chmod(0o755)
+
+
+def collect(parent: Path, keep: set[str]) -> list[str]:
+    """Remove the copies that are neither named in `keep` (digests that machines or saved states were made with) nor half made just now;
+    which ones. Blocking."""
+    removed = []
+    for path in parent.iterdir() if parent.is_dir() else ():
+        if path.name not in keep and not path.name.startswith("."):
+            (path / "complete").unlink(missing_ok=True)  # first: what is half gone must not be taken for whole
+            shutil.rmtree(path, ignore_errors=True)
+            removed.append(path.name)
+    return removed
