@@ -13,12 +13,22 @@ from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 from opendsec.images.oci.limits import Limits
+from opendsec.images.tarheader import (
+    BLOCK,
+    EXTENSIONS,
+    ZERO,
+    BadHeader,
+    decimal,
+    extension_bytes,
+    is_header,
+    name_of,
+    number,
+    pax_records,
+    string,
+)
 
-BLOCK = 512
 CHUNK = 1 << 20
-MAX_EXTENSION_BYTES = 1 << 20  # of one pax or long-name header
 MAX_SEGMENTS = 1 << 20  # of one sparse file
-_ZERO = bytes(BLOCK)
 
 Kind = Literal["file", "hard_link", "symlink", "directory", "fifo", "char", "block"]
 
@@ -86,7 +96,7 @@ class TarStream:
         while True:
             self._skip()
             block = self._block()
-            if block is None or block == _ZERO:
+            if block is None or block == ZERO:
                 break
             entry = self._entry(block)
             if entry is None:
@@ -145,15 +155,21 @@ class TarStream:
     # Headers.
 
     def _entry(self, block: bytes) -> Entry | None:
+        try:
+            return self._read_entry(block)
+        except BadHeader as error:
+            raise BadLayer(f"has {error}") from None
+
+    def _read_entry(self, block: bytes) -> Entry | None:
         name = link = None
         records: list[tuple[bytes, bytes]] = []
         while True:
-            _check(block)
-            kind, stored = block[156:157], number(block[124:136])
-            if kind not in (b"x", b"g", b"L", b"K", b"X"):
+            if not is_header(block):
+                raise BadLayer("is no tar archive, or damaged: a header's checksum is wrong")
+            kind = block[156:157]
+            if kind not in EXTENSIONS:
                 break
-            if not 0 <= stored <= MAX_EXTENSION_BYTES:
-                raise BadLayer(f"has an extension header of {stored} bytes; at most {MAX_EXTENSION_BYTES}")
+            stored = extension_bytes(block)
             self._metadata += stored
             if self._metadata > self._limits.metadata_bytes:
                 raise BadLayer(f"has more than {self._limits.metadata_bytes} bytes of names and attributes")
@@ -161,13 +177,13 @@ class TarStream:
             if kind == b"g":
                 return None
             if kind == b"L":
-                name = data.split(b"\0", 1)[0]
+                name = string(data)
             elif kind == b"K":
-                link = data.split(b"\0", 1)[0]
+                link = string(data)
             else:
-                records = pax_records(data)
+                records = list(pax_records(data))
             following = self._block()
-            if following is None or following == _ZERO:
+            if following is None or following == ZERO:
                 raise BadLayer("is cut off after an extension header")
             block = following
         pax = dict(records)
@@ -177,15 +193,13 @@ class TarStream:
             link = found
         gnu = block[257:265] == b"ustar  \0"
         if name is None:
-            name = _string(block[0:100])
-            if block[257:263] == b"ustar\0" and (prefix := _string(block[345:500])):
-                name = prefix + b"/" + name
+            name = name_of(block)
         if link is None:
-            link = _string(block[157:257])
+            link = string(block[157:257])
         if kind not in _KINDS:
             raise BadLayer(f"has an entry of the unknown kind {kind!r}: {shown(name)}")
         what = _KINDS[kind]
-        size = _decimal(pax, b"size", stored)
+        size = decimal(pax, b"size", number(block[124:136]))
         if what == "file" and name.endswith(b"/") and kind in (b"0", b"\0"):
             what = "directory"  # as V7 wrote them
         if size < 0:
@@ -219,8 +233,8 @@ class TarStream:
             kind=what,
             size=real if what == "file" else 0,
             mode=number(block[100:108]) & 0o7777,
-            uid=_decimal(pax, b"uid", number(block[108:116])),
-            gid=_decimal(pax, b"gid", number(block[116:124])),
+            uid=decimal(pax, b"uid", number(block[108:116])),
+            gid=decimal(pax, b"gid", number(block[116:124])),
             mtime_ns=_time(pax[b"mtime"]) if pax.get(b"mtime") else number(block[136:148]) * 1_000_000_000,
             link=link if what in ("symlink", "hard_link") else b"",
             xattrs=xattrs,
@@ -251,17 +265,17 @@ class TarStream:
         numbers: list[int] = []
         if pax.get(b"GNU.sparse.major") == b"1" and pax.get(b"GNU.sparse.minor") == b"0":
             numbers = self._sparse_1_0(bad)
-            real = _decimal(pax, b"GNU.sparse.realsize", -1)
+            real = decimal(pax, b"GNU.sparse.realsize", -1)
         elif b"GNU.sparse.map" in pax:
             numbers = [_whole(part, bad) for part in pax[b"GNU.sparse.map"].split(b",")] if pax[b"GNU.sparse.map"] else []
-            real = _decimal(pax, b"GNU.sparse.size", -1)
+            real = decimal(pax, b"GNU.sparse.size", -1)
         elif b"GNU.sparse.numblocks" in pax:
             for key, value in records:
                 if key in (b"GNU.sparse.offset", b"GNU.sparse.numbytes"):
                     if (key == b"GNU.sparse.numbytes") != bool(len(numbers) % 2):
                         raise bad
                     numbers.append(_whole(value, bad))
-            real = _decimal(pax, b"GNU.sparse.size", -1)
+            real = decimal(pax, b"GNU.sparse.size", -1)
         else:
             return size, None  # a name alone, say: not sparse
         if real < 0 or len(numbers) % 2 or len(numbers) > 2 * MAX_SEGMENTS:
@@ -297,67 +311,10 @@ def _check_segments(segments: tuple[Segment, ...], stored: int, real: int, name:
         raise BadLayer(f"has a sparse file whose map does not fit its content: {shown(name)}")
 
 
-def _check(block: bytes) -> None:
-    try:
-        stored = number(block[148:156])
-    except BadLayer:
-        stored = -1
-    plain = sum(block) - sum(block[148:156]) + 8 * 0x20
-    if stored != plain and stored != plain - 256 * sum(byte > 127 for byte in block[:148] + block[156:]):
-        raise BadLayer("is no tar archive, or damaged: a header's checksum is wrong")
-
-
-def _string(field: bytes) -> bytes:
-    return field.split(b"\0", 1)[0]
-
-
-def number(field: bytes) -> int:
-    """Octal text, or a big-endian number after a first byte with its top bit set (GNU)."""
-    if field[0] & 0x80:
-        value = int.from_bytes(field, "big") & ((1 << (8 * len(field) - 1)) - 1)
-        if field[0] & 0x40:
-            value -= 1 << (8 * len(field) - 1)
-        if abs(value) >= 1 << 63:
-            raise BadLayer("has a number out of range in a header")
-        return value
-    digits = field.split(b"\0", 1)[0].strip(b" ")
-    if not digits:
-        return 0
-    if digits.strip(b"01234567"):
-        raise BadLayer("has a number in a header that is not octal")
-    return int(digits, 8)
-
-
-def pax_records(data: bytes) -> list[tuple[bytes, bytes]]:
-    """Records of the form "LENGTH KEY=VALUE\\n", where LENGTH counts the whole record; in order, since keys of sparse files repeat."""
-    records = []
-    at = 0
-    while at < len(data):
-        space = data.find(b" ", at, at + 8)
-        digits = data[at:space] if space > at else b""
-        length = int(digits) if digits.isdigit() else 0
-        record = data[space + 1 : at + length]
-        key, equals, value = record.partition(b"=")
-        if at + length > len(data) or not equals or not value.endswith(b"\n"):
-            raise BadLayer("has a pax header that makes no sense")
-        records.append((key, value[:-1]))
-        at += length
-    return records
-
-
 def _whole(text: bytes, bad: BadLayer) -> int:
     if not text.isdigit() or len(text) > 19:
         raise bad
     return int(text)
-
-
-def _decimal(pax: dict[bytes, bytes], key: bytes, default: int) -> int:
-    value = pax.get(key)
-    if not value:  # an empty value takes back a global one; we take none from there
-        return default
-    if len(value) > 20 or not value.removeprefix(b"-").isdigit() or abs(int(value)) >= 1 << 63:
-        raise BadLayer(f"has a pax header whose {key.decode('ascii', 'replace')} is not a number")
-    return int(value)
 
 
 def _time(text: bytes) -> int:

@@ -18,14 +18,24 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from opendsec.api.errors import InvalidRequest
+from opendsec.images.tarheader import (
+    BLOCK,
+    EXTENSIONS,
+    ZERO,
+    BadHeader,
+    decimal,
+    extension_bytes,
+    is_header,
+    name_of,
+    number,
+    pax_records,
+    string,
+)
 from opendsec.runtime.files.beneath import text
 
-BLOCK = 512
 CHUNK = 1 << 20
-MAX_EXTENSION_BYTES = 1 << 20  # of one pax or long-name header; GNU tar's own largest are a few kB
 MAX_NAME_BYTES = 1 << 16  # of a member, as written and as read: deep trees have names longer than PATH_MAX
 END_OF_ARCHIVE = bytes(2 * BLOCK)
-_ZERO = bytes(BLOCK)
 
 MemberKind = Literal["file", "hard_link", "symlink", "directory", "fifo"]
 
@@ -146,7 +156,7 @@ class TarReader:
             block = self._block(at_end=first)
             if block is None:
                 raise InvalidRequest("the archive is empty", field="body")
-            if block == _ZERO:
+            if block == ZERO:
                 self._drain()
                 return
             member = self._member(block, first)
@@ -191,7 +201,7 @@ class TarReader:
         """The next block; with `at_end` the stream may end before it. Archives without end blocks exist and are taken."""
         data = self._read(BLOCK)
         if not data:
-            return None if at_end else _ZERO
+            return None if at_end else ZERO
         return data if len(data) == BLOCK else data + self._exactly(BLOCK - len(data))
 
     def _move(self, target: int, count: int) -> int:
@@ -235,34 +245,37 @@ class TarReader:
     # Headers.
 
     def _member(self, block: bytes, first: bool) -> Member:
-        name = link = size = uid = gid = mtime = None
+        try:
+            return self._read_member(block, first)
+        except BadHeader as error:
+            raise InvalidRequest(f"the archive has {error}", field="body") from None
+
+    def _read_member(self, block: bytes, first: bool) -> Member:
+        name = link = None
+        numbers: dict[bytes, bytes] = {}
         while True:
             _check(block, first)
-            kind, stored = block[156:157], _number(block[124:136])
-            if kind not in (b"x", b"g", b"L", b"K", b"X"):
+            kind = block[156:157]
+            if kind not in EXTENSIONS:
                 break
-            if not 0 <= stored <= MAX_EXTENSION_BYTES:
-                raise InvalidRequest(f"an extension header of {stored} bytes; at most {MAX_EXTENSION_BYTES}", field="body")
+            stored = extension_bytes(block)
             data = self._exactly(stored + -stored % BLOCK)[:stored]
             if kind == b"L":
-                name = data.split(b"\0", 1)[0]
+                name = string(data)
             elif kind == b"K":
-                link = data.split(b"\0", 1)[0]
+                link = string(data)
             elif kind != b"g":  # global records are comments in practice (git archive); names cannot be global
-                records = _pax(data)
+                records = dict(pax_records(data))
                 name, link = records.get(b"path", name), records.get(b"linkpath", link)
-                size, mtime = _decimal(records, b"size", size), _decimal(records, b"mtime", mtime)
-                uid, gid = _decimal(records, b"uid", uid), _decimal(records, b"gid", gid)
+                numbers |= {key: value for key, value in records.items() if value}
                 if any(key.startswith(b"GNU.sparse.") for key in records):
                     raise InvalidRequest(f"{text(name or b'a member')} is {_REFUSED[b'S']}", field="body")
             following = self._block(at_end=True)
-            if following is None or following == _ZERO:
+            if following is None or following == ZERO:
                 raise InvalidRequest("the archive is cut off after an extension header", field="body")
             block, first = following, False
         if name is None:
-            name = _string(block[0:100])
-            if block[257:263] == b"ustar\0" and (prefix := _string(block[345:500])):
-                name = prefix + b"/" + name
+            name = name_of(block)
         if kind in _REFUSED:
             raise InvalidRequest(f"{text(name)} is {_REFUSED[kind]}", field="body", data={"member": text(name)})
         if kind not in _TYPES:
@@ -272,17 +285,19 @@ class TarReader:
             what = "directory"  # as V7 wrote them
         if what == "directory":
             name = name.rstrip(b"/") or name
-        if size is None:
-            size = stored
-        link = _string(block[157:257]) if link is None else link
+        size, mtime, uid, gid = (
+            decimal(numbers, key, 0, fraction=True) if key in numbers else number(block[start:end])
+            for key, start, end in ((b"size", 124, 136), (b"mtime", 136, 148), (b"uid", 108, 116), (b"gid", 116, 124))
+        )
+        link = string(block[157:257]) if link is None else link
         member = Member(
             name=name,
             kind=what,
             size=size if what == "file" else 0,
-            mode=_number(block[100:108]) & 0o7777,
-            uid=_number(block[108:116]) if uid is None else uid,
-            gid=_number(block[116:124]) if gid is None else gid,
-            mtime=_number(block[136:148]) if mtime is None else mtime,
+            mode=number(block[100:108]) & 0o7777,
+            uid=uid,
+            gid=gid,
+            mtime=mtime,
             link=link if what in ("symlink", "hard_link") else b"",
         )
         if member.size < 0 or len(name) > MAX_NAME_BYTES or len(link) > MAX_NAME_BYTES or b"\0" in name + link:
@@ -292,66 +307,9 @@ class TarReader:
 
 
 def _check(block: bytes, first: bool) -> None:
-    try:
-        stored = _number(block[148:156])
-    except InvalidRequest:
-        stored = -1
-    plain = sum(block) - sum(block[148:156]) + 8 * 0x20
-    if stored == plain:
-        return
-    signed = plain - 256 * sum(byte > 127 for byte in block[:148] + block[156:])  # some old writers summed signed bytes
-    if stored == signed:
+    if is_header(block):
         return
     if not first:
         raise InvalidRequest("the archive is damaged: a header's checksum is wrong", field="body")
     packed = {b"\x1f\x8b": "gzip", b"BZ": "bzip2", b"\xfd7": "xz", b"(\xb5": "zstd", b"PK": "zip"}.get(block[:2])
     raise InvalidRequest(f"not a tar stream but {packed}; send tar uncompressed" if packed else "not a tar stream", field="body")
-
-
-def _string(field: bytes) -> bytes:
-    return field.split(b"\0", 1)[0]
-
-
-def _number(field: bytes) -> int:
-    """Octal text, or a big-endian number after a first byte with its top bit set (GNU)."""
-    if field[0] & 0x80:
-        value = int.from_bytes(field, "big") & ((1 << (8 * len(field) - 1)) - 1)
-        if field[0] & 0x40:
-            value -= 1 << (8 * len(field) - 1)
-        if abs(value) >= 1 << 63:
-            raise InvalidRequest("a number in a header is out of range", field="body")
-        return value
-    digits = field.split(b"\0", 1)[0].strip(b" ")
-    if not digits:
-        return 0
-    if digits.strip(b"01234567"):
-        raise InvalidRequest("a number in a header is not octal", field="body")
-    return int(digits, 8)
-
-
-def _pax(data: bytes) -> dict[bytes, bytes]:
-    """Records of the form "LENGTH KEY=VALUE\\n", where LENGTH counts the whole record."""
-    records = {}
-    at = 0
-    while at < len(data):
-        space = data.find(b" ", at, at + 8)
-        digits = data[at:space] if space > at else b""
-        length = int(digits) if digits.isdigit() else 0
-        record = data[space + 1 : at + length]
-        key, equals, value = record.partition(b"=")
-        if at + length > len(data) or not equals or not value.endswith(b"\n"):
-            raise InvalidRequest("a pax header makes no sense", field="body")
-        records[key] = value[:-1]
-        at += length
-    return records
-
-
-def _decimal(records: dict[bytes, bytes], key: bytes, default: int | None) -> int | None:
-    """A number of a pax header without its fraction."""
-    value = records.get(key)
-    if value is None or value == b"":  # an empty value takes back a global one; we take none from there
-        return default
-    whole = value.partition(b".")[0]
-    if len(whole) > 20 or not whole.removeprefix(b"-").isdigit() or abs(int(whole)) >= 1 << 63:
-        raise InvalidRequest(f"a pax header's {key.decode('ascii')} is not a number", field="body")
-    return int(whole)
