@@ -78,7 +78,7 @@ def pax_records(data: bytes) -> Iterable[tuple[bytes, bytes]]:
         length = int(digits) if digits.isdigit() else 0
         record = data[space + 1 : at + length]
         key, equals, value = record.partition(b"=")
-        if at + length > len(data) or not equals or not value.endswith(b"\n"):
+        if length == 0 or at + length > len(data) or not equals or not value.endswith(b"\n"):
             raise BadHeader("a pax header that makes no sense")
         yield key, value[:-1]
         at += length

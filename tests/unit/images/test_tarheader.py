@@ -63,6 +63,15 @@ def test_extension_headers_are_bounded() -> None:
             extension_bytes(block[:124] + field + block[136:])
 
 
+@pytest.mark.parametrize("rest", [b"x", b"xxxxxxxxxxxx", b"0 k=one\n", b" ", b"\n"])
+def test_what_follows_the_last_record_is_no_record_without_end(rest: bytes) -> None:
+    records = pax_records(b"8 k=one\n" + rest)
+    assert next(iter(records)) == (b"k", b"one")
+    with pytest.raises(BadHeader):
+        for _ in zip(pax_records(b"8 k=one\n" + rest), range(10), strict=False):
+            pass
+
+
 def test_pax_records_come_in_order_and_any_other_text_is_refused() -> None:
     assert list(pax_records(b"8 k=one\n8 k=two\n5 a=\n" + b"11 b=\0=\n\n\n\n")) == [
         (b"k", b"one"),
