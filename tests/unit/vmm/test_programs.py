@@ -21,7 +21,7 @@ def test_filled(tmp_path: Path) -> None:
     programs.fill(root, source(tmp_path))
     assert (root / "usr/bin/qemu-system-x86_64").stat().st_mode & 0o777 == 0o111
     assert (root / "usr/share/qemu/data.bin").stat().st_mode & 0o777 == 0o444
-    assert {path.name for path in root.iterdir()} - {"bin"} == {"usr", "dev", "tmp", "complete", *programs.PLACES}
+    assert {path.name for path in root.iterdir()} - {"bin"} == {"usr", "complete", *programs.FOLDERS, *programs.PLACES}
 
 
 def test_another_file_is_another_digest(tmp_path: Path) -> None:

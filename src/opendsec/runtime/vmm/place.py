@@ -17,7 +17,7 @@ from opendsec.api.errors import Unavailable
 from opendsec.kernel import cgroups
 from opendsec.runtime.spawn import Message
 from opendsec.runtime.vmm import arguments, profile
-from opendsec.runtime.vmm.arguments import Accel
+from opendsec.runtime.vmm.arguments import Accel, Inside, Opened
 from opendsec.runtime.vmm.machine import Machine
 from opendsec.runtime.vmm.qmp import short_path
 
@@ -102,24 +102,28 @@ def prepare(
         give(arguments.nic_fd(machine, index), tap)
     if tpm is not None:
         give(arguments.tpm_fd(machine), tpm)
-    for file in arguments.inside(machine):
+    return plan_of(place, words, arguments.inside(machine), arguments.descriptors(machine, accel), numbers), given
+
+
+def plan_of(place: Place, words: Sequence[str], files: Sequence[Inside], opened: Sequence[Opened], numbers: Sequence[int]) -> Message:
+    """What `kernel.machine.start` takes. Lets the place's user get at `files`. `numbers`: of the descriptors that come along."""
+    for file in files:
         admit(file, place.uid)
-    plan: Message = {
+    return {
         "group": place.group,
         "limits": dict(place.limits),
         "uid": place.uid,
         "root": os.fsencode(place.root),
         "staging": os.fsencode(place.staging),
-        "inside": [(os.fsencode(file.path), file.name.encode(), file.writable) for file in arguments.inside(machine)],
-        "open": [(file.fd, os.fsencode(file.path), file.writable) for file in arguments.descriptors(machine, accel)],
-        "given": numbers,
+        "inside": [(os.fsencode(file.path), file.name.encode(), file.writable) for file in files],
+        "open": [(file.fd, os.fsencode(file.path), file.writable) for file in opened],
+        "given": list(numbers),
         "argv": [os.fsencode(word) for word in words],
         "env": {b"PATH": b"/usr/bin", b"TMPDIR": b"/tmp"},
         "rlimits": profile.rlimits(),
         "profile": profile.NAME,
         "hostname": b"machine",
     }
-    return plan, given
 
 
 def listening(directory: Path, name: str) -> int:
@@ -135,7 +139,7 @@ def listening(directory: Path, name: str) -> int:
         os.close(at)
 
 
-def admit(file: arguments.Inside, uid: int) -> None:
+def admit(file: Inside, uid: int) -> None:
     """Let QEMU's user open a file by name. Nobody else gets at it through that: no name of the host's leads there for them."""
     facts = os.stat(file.path)
     if file.writable:

@@ -16,7 +16,6 @@ import socket
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
-from weakref import WeakSet
 
 import msgspec
 
@@ -51,8 +50,6 @@ MAX_SCREEN_BYTES = 64 << 20
 MAPPED_RAM = b"/ram"
 
 T = TypeVar("T")
-_profiled: WeakSet[Spawner] = WeakSet()
-"""Spawners that have our filter."""
 
 
 class VmmRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,9 +112,7 @@ class Vmm:
         try:
             try:
                 plan, given = prepare(machine, place, accel, taps, tpm, held)
-                if spawner not in _profiled:
-                    await spawner.call("profile", {"name": profile.NAME, "program": profile.program()})
-                    _profiled.add(spawner)
+                await profile.install(spawner)
                 answer = await spawner.call("machine", plan, given)
             finally:
                 close_all(held)

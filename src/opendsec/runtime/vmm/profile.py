@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import errno
 import resource
+from weakref import WeakSet
 
 from opendsec.kernel import abi, seccomp, syscall_table
 from opendsec.kernel.seccomp import ALLOW, ENOSYS, EPERM, ArgCheck, Rule, errno_action
 from opendsec.runtime.container import profile as container
 from opendsec.runtime.container.plan import CORE_BYTES, hard
+from opendsec.runtime.spawn import Spawner
 
 NAME = b"machine"
 
@@ -64,3 +66,13 @@ def rlimits() -> list[tuple[int, int, int]]:
     }
     values = {number: min(value, hard(number)) for number, value in wanted.items()}
     return [(number, value, value) for number, value in values.items()]
+
+
+_installed: WeakSet[Spawner] = WeakSet()
+
+
+async def install(spawner: Spawner) -> None:
+    """Give a spawner the filter, once."""
+    if spawner not in _installed:
+        await spawner.call("profile", {"name": NAME, "program": program()})
+        _installed.add(spawner)

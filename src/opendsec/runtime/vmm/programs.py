@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +22,10 @@ from opendsec.kernel.probes import machines
 from opendsec.kernel.probes.tools import Missing
 from opendsec.runtime.vmm.arguments import QEMU
 
-FORMAT = 1
-FOLDERS = ("dev", "tmp")
-PLACES = ("ram", "kernel", "initrd", "firmware", "variables")
-"""Names that a machine's own files get."""
+FORMAT = 2
+FOLDERS = ("dev", "tmp", "state")
+PLACES = ("ram", "kernel", "initrd", "firmware", "variables", "source", "target", "base")
+"""Names that a machine's own files get, and those of tools (`tools.py`)."""
 
 FIRMWARE = ("/usr/share/qemu", "/usr/share/seabios", "/usr/share/vgabios", "/usr/lib/ipxe/qemu")
 KEYMAPS = "/usr/share/qemu/keymaps"
@@ -76,7 +77,21 @@ def libraries(program: str) -> list[str]:
 def prepare(parent: Path, qemu: str = QEMU) -> Programs:
     """The root directory beneath `parent`, made if it is not there. Blocking; some 0.1 s, or a second where it has to be made."""
     version = version_of(qemu)
-    files = sources(qemu)
+    return copied(parent, sources(qemu), version)
+
+
+def prepare_tools(parent: Path, names: Sequence[str]) -> Programs:
+    """A root directory for other programs that read what guests made, such as qemu-img. Raises Unsupported if one is not there."""
+    wanted: set[str] = set()
+    for name in names:
+        found = shutil.which(name, path="/usr/bin:/usr/sbin")
+        if found is None:
+            raise Unsupported(f"there is no {name} here")
+        wanted |= {found, *libraries(found)}
+    return copied(parent, {plain(name): Path(name).resolve() for name in sorted(wanted)}, " ".join(names))
+
+
+def copied(parent: Path, files: dict[str, Path], version: str) -> Programs:
     digest = digest_of(files, version)
     root = parent / digest
     if not (root / "complete").exists():
@@ -107,13 +122,18 @@ def fill(root: Path, files: dict[str, Path]) -> None:
     for name, path in files.items():
         target = root / name.lstrip("/")
         target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        shutil.copyfile(path, target)
+        with path.open("rb") as source, target.open("wb") as copy:
+            shutil.copyfileobj(source, copy, 1 << 20)
+            copy.flush()
+            os.fsync(copy.fileno())  # a crash of the machine must not leave half a program that is called complete
         target.chmod(0o555 if os.access(path, os.X_OK) else 0o444)
     for name in ("lib", "lib64", "bin"):
         if os.path.islink(f"/{name}") and (root / "usr" / name).is_dir() and not (root / name).exists():
             (root / name).symlink_to(f"usr/{name}")
-    # The program itself may be executed but not read: then the kernel lets nobody of its own user look into the process.
-    (root / QEMU.lstrip("/")).chmod(0o111)
+    # Programs may be executed but not read: then the kernel lets nobody of their own user look into the process.
+    for name in files:
+        if name.startswith("/usr/bin/"):
+            (root / name.lstrip("/")).chmod(0o111)
     for name in FOLDERS:
         (root / name).mkdir(mode=0o755, exist_ok=True)
     for name in PLACES:
