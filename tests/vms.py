@@ -77,8 +77,8 @@ class VmNode:
     """What a backend of microVMs needs around it, in a directory of the test's. `make` gives a started backend of the same edge, each time
     another one."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, *, waiting: int = 0) -> None:
+        self.directory, self.waiting = directory, waiting
         self.edge_id = new_id(EDGE)
         self.store = VmStore(directory / "vm")
         for name in ("run", "staging"):
@@ -90,7 +90,12 @@ class VmNode:
 
     async def make(self) -> MicroVMBackend:
         backend = MicroVMBackend(
-            edge_id=self.edge_id, root=self.store.root, run_dir=self.directory / "run", containers=self.containers, shared=kept()
+            edge_id=self.edge_id,
+            root=self.store.root,
+            run_dir=self.directory / "run",
+            containers=self.containers,
+            shared=kept(),
+            waiting=self.waiting,
         )
         await backend.start()
         return backend

@@ -9,19 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import socket
 import uuid
-from collections.abc import Collection, Sequence
+import zlib
+from collections.abc import Awaitable, Collection, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
-from opendsec.api.errors import SandboxLost, Unavailable
+from opendsec.api.errors import NotFound, OpenDSecError, SandboxLost, Unavailable
 from opendsec.images.waiting import in_thread
+from opendsec.kernel import procfs
 from opendsec.runtime.backend import Handle, LayerRef, Placement, Record, VmOptions
 from opendsec.runtime.container.backend import ContainerBackend
 from opendsec.runtime.guest.channel import Channel
-from opendsec.runtime.vmm import disks
+from opendsec.runtime.microvm.pool import Pool, Waiting
+from opendsec.runtime.vmm import disks, process
 from opendsec.runtime.vmm.arguments import Accel
 from opendsec.runtime.vmm.backend import VmBackend
 from opendsec.runtime.vmm.handle import VmHandle
@@ -29,13 +34,22 @@ from opendsec.runtime.vmm.machine import Machine
 from opendsec.runtime.vmm.parts import GUESTD, Parts
 from opendsec.runtime.vmm.process import Place, Vmm
 from opendsec.runtime.vmm.store import BoxState, Layer, Template
-from opendsec.runtime.vmm.templates import Templates, Wanted, cpus_of, memory_of
+from opendsec.runtime.vmm.templates import WARM_TIMEOUT_S, Templates, Wanted, cpus_of, memory_of, warm_up
+
+T = TypeVar("T")
 
 NAME = "microvm"
 MIN_MEMORY_BYTES = 96 << 20
+WAITING = 1
 UID_SPAN = 4096
 LIVES = 1  # flag of a row of COMMANDS: its first process
 FIRST_UID = 0x7800_0000  # of QEMUs that belong to no sandbox yet
+
+
+def has_room(wanted: Wanted) -> bool:
+    """Whether a machine may wait that could then use all of its memory, and a quarter of the host's is still there for others."""
+    memory = procfs.meminfo()
+    return memory["MemAvailable"] - wanted.memory_bytes > memory["MemTotal"] // 4
 
 
 class MicroVMBackend(VmBackend):
@@ -59,13 +73,17 @@ class MicroVMBackend(VmBackend):
         missing: Sequence[str] = (),
         guestd: Path = GUESTD,
         shared: Path | None = None,
+        waiting: int = WAITING,
     ) -> None:
+        """`waiting`: machines that wait for each template in use; 0: none do. `shared`: another place for kernels and QEMU's files."""
         super().__init__(edge_id=edge_id, root=root, run_dir=run_dir, containers=containers, accel=accel, missing=missing)
         self.parts = Parts(self.store, guestd=guestd, shared=shared)
         self.templates = Templates(self.store, self.parts, spawner=containers.spawner, place=self._template_place, poller=self.poller)
+        self.pool = Pool(waiting, make=self._make_waiting, discard=self._discard, room=has_room)
         self._uids = 0
 
     async def close(self) -> None:
+        await self.pool.close()
         await self.templates.close()
         await super().close()
 
@@ -74,7 +92,7 @@ class MicroVMBackend(VmBackend):
 
     def _new_uid(self) -> int:
         self._uids += 1
-        return FIRST_UID + (hash(self.edge_id) % 4096) * UID_SPAN + self._uids % UID_SPAN
+        return FIRST_UID + (zlib.crc32(self.edge_id.encode()) % 4096) * UID_SPAN + self._uids % UID_SPAN
 
     # --- create ----------------------------------------------------------------------------------------------------------
 
@@ -95,48 +113,133 @@ class MicroVMBackend(VmBackend):
         await self.templates.get(self.wanted(placement.layers, placement))
 
     async def launch(self, placement: Placement) -> tuple[BoxState, Vmm, Channel]:
-        snapshot = None if placement.snapshot is None else await in_thread(self.store.read_snapshot, placement.snapshot.snapshot_id)
-        with self.keeping(*(snapshot.disks if snapshot else ()), *([snapshot.record.snapshot_id] if snapshot else [])):
-            if snapshot and snapshot.record.memory:
-                template = await in_thread(self.store.read_template, snapshot.record.vm.template)
-                if template is None:
+        with self.pool.creating():
+            if placement.snapshot is None:
+                wanted = self.wanted(placement.layers, placement)
+                template = await self.templates.get(wanted)
+                waiting = self.pool.take(template, wanted)
+                if waiting is not None and (found := await self._hand_out(waiting, placement, wanted, template)) is not None:
+                    return found
+                return await self._launch(placement, template, (*template.disks, template.disk), "")
+            snapshot = await in_thread(self.store.read_snapshot, placement.snapshot.snapshot_id)
+            if snapshot is None:
+                raise NotFound("the snapshot is gone", field="spec.snapshot")
+            with self.keeping(snapshot.record.snapshot_id, *snapshot.disks):
+                if not snapshot.record.memory:
+                    template = await self.templates.get(self.wanted(placement.layers, placement, snapshot.disks))
+                    return await self._launch(placement, template, (*template.disks, template.disk), "")
+                found_template = await in_thread(self.store.read_template, snapshot.record.vm.template)
+                if found_template is None:
                     raise Unavailable("the template that the snapshot came of is gone")
-                chain, memory = snapshot.disks, snapshot.record.snapshot_id
-            else:
-                template = await self.templates.get(self.wanted(placement.layers, placement, snapshot.disks if snapshot else ()))
-                chain, memory = (*template.disks, template.disk), ""
-            box = BoxState(
-                sandbox_id=placement.sandbox_id,
-                state="making",
-                template=template.key,
-                accel=template.accel,
-                machine=self.new_machine(),
-                uid=placement.uid_base,
-                uid_base=placement.uid_base,
-                scratch_bytes=template.scratch_bytes,
-                limits=placement.limits,
-                layers=self.wanted(placement.layers, placement).layers,
-                options=placement.vm or VmOptions(),
-                memory=memory,
-                disks=chain,
-            )
-            await in_thread(self._lay_out, box)
+                return await self._launch(placement, found_template, snapshot.disks, snapshot.record.snapshot_id)
+
+    async def _launch(self, placement: Placement, template: Template, chain: tuple[str, ...], memory: str) -> tuple[BoxState, Vmm, Channel]:
+        """A clone of the template, or of a snapshot's memory."""
+        box = self._box(placement, template, self.new_machine(), placement.uid_base, chain, memory)
+        await in_thread(self._lay_out, box)
         vmm = await self._load(box, template)
+        return await self._introduce(box, placement, vmm, await self._or_kill(vmm, self._first_word(vmm)))
+
+    def _box(self, placement: Placement, template: Template, machine: str, uid: int, chain: tuple[str, ...], memory: str = "") -> BoxState:
+        return BoxState(
+            sandbox_id=placement.sandbox_id,
+            state="making",
+            template=template.key,
+            accel=template.accel,
+            machine=machine,
+            uid=uid,
+            uid_base=placement.uid_base,
+            scratch_bytes=template.scratch_bytes,
+            limits=placement.limits,
+            layers=self.wanted(placement.layers, placement).layers,
+            options=placement.vm or VmOptions(),
+            memory=memory,
+            disks=chain,
+        )
+
+    async def _introduce(self, box: BoxState, placement: Placement, vmm: Vmm, channel: Channel) -> tuple[BoxState, Vmm, Channel]:
+        """Give a machine that runs its identity; it is a sandbox then. If this raises, it has ended."""
         try:
-            channel = await self._first_word(vmm)
-            try:
-                await self.identify(channel, placement.hostname, placement.limits.pids)
-                if memory:
-                    await self._silence(channel)
-                box = msgspec.structs.replace(box, state="running", vmm=vmm.record)
-                self.store.write_box(box)
-                return box, vmm, channel
-            except BaseException:
-                channel.close()
-                raise
+            await self.identify(channel, placement.hostname, placement.limits.pids)
+            if box.memory:
+                await self._silence(channel)
+            box = msgspec.structs.replace(box, state="running", vmm=vmm.record)
+            self.store.write_box(box)
+            return box, vmm, channel
+        except BaseException:
+            channel.close()
+            await asyncio.shield(vmm.kill())
+            raise
+
+    async def _or_kill(self, vmm: Vmm, doing: Awaitable[T]) -> T:
+        try:
+            return await doing
         except BaseException:
             await asyncio.shield(vmm.kill())
             raise
+
+    # --- those that wait ---------------------------------------------------------------------------------------------------
+
+    async def _make_waiting(self, template: Template, wanted: Wanted) -> Waiting:
+        name, uid = self.new_machine(), self._new_uid()
+        folder = self.store.root / "waiting" / name
+        try:
+            await in_thread(folder.mkdir, 0o700, True, True)
+            own = folder / "disk-0.qcow2"
+            await in_thread(disks.write_overlay, own, template.scratch_bytes)
+            here = self.store.template(template.key)
+            machine = self.templates.machine(template, wanted.layers, own, (*template.disks, template.disk), here / "ram")
+            place = self.place_named(name, machine, uid=uid, cpu=float(wanted.cpus), root=self.parts.programs().root)
+            vmm = await Vmm.start(await self.containers.spawner(), machine, place, accel=template.accel)
+
+            async def run_in() -> Channel:
+                await vmm.load(here / "devices")
+                channel = await self._first_word(vmm)
+                try:
+                    async with asyncio.timeout(WARM_TIMEOUT_S):
+                        await warm_up(channel)
+                    await vmm.stop()
+                    return channel
+                except BaseException:
+                    channel.close()
+                    raise
+
+            return Waiting(name, uid, folder, vmm, await self._or_kill(vmm, run_in()))
+        except BaseException:
+            await in_thread(shutil.rmtree, folder, ignore_errors=True)
+            raise
+
+    async def _discard(self, waiting: Waiting) -> None:
+        waiting.channel.close()
+        try:
+            await waiting.vmm.kill()
+        finally:
+            await in_thread(shutil.rmtree, waiting.folder, ignore_errors=True)
+
+    async def _hand_out(
+        self, waiting: Waiting, placement: Placement, wanted: Wanted, template: Template
+    ) -> tuple[BoxState, Vmm, Channel] | None:
+        """Make it the sandbox; None if it cannot be any more, and then it is gone."""
+        box = self._box(placement, template, waiting.name, waiting.uid, (*template.disks, template.disk))
+        try:
+            self._move_in(box, waiting)
+            process.group_of(waiting.vmm.record.place).update({"cpu_cores": placement.limits.cpu})
+            await waiting.vmm.cont()
+            return await self._introduce(box, placement, waiting.vmm, waiting.channel)
+        except (OpenDSecError, OSError):
+            await asyncio.shield(self._discard(waiting))
+            await in_thread(self.store.remove_box, box.sandbox_id)
+            return None
+        except BaseException:
+            await asyncio.shield(self._discard(waiting))
+            raise
+
+    def _move_in(self, box: BoxState, waiting: Waiting) -> None:
+        """Its disk becomes the sandbox's. Written down first: what no box names is cleared away by the next edge."""
+        self.store.box(box.sandbox_id).mkdir(mode=0o700)
+        self.store.write_box(box)
+        (waiting.folder / "disk-0.qcow2").rename(self.store.own_disk(box))
+        waiting.folder.rmdir()
 
     def _lay_out(self, box: BoxState) -> None:
         self.store.box(box.sandbox_id).mkdir(mode=0o700)
@@ -153,12 +256,8 @@ class MicroVMBackend(VmBackend):
         machine = self.templates.machine(template, box.layers, self.store.own_disk(box), box.disks, ram)
         programs = await in_thread(self.parts.programs)
         place = self.place_named(box.machine, machine, uid=box.uid, cpu=box.limits.cpu, root=programs.root)
-        vmm = await Vmm.start(await self.containers.spawner(), machine, place, accel=self.accel)
-        try:
-            await vmm.load(devices)
-        except BaseException:
-            await asyncio.shield(vmm.kill())
-            raise
+        vmm = await Vmm.start(await self.containers.spawner(), machine, place, accel=box.accel)
+        await self._or_kill(vmm, vmm.load(devices))
         return vmm
 
     async def _first_word(self, vmm: Vmm) -> Channel:

@@ -89,6 +89,7 @@ class VmBackend:
         if (top := self._top()).exists():
             found |= {group.name.rpartition("/")[2] for group in top.children()}
         await asyncio.gather(*(process.remove(self.place_named(name)) for name in found - known))
+        await in_thread(self.store.clear_unfinished)
 
     async def close(self) -> None:
         for handle in list(self.handles.values()):

@@ -5,6 +5,7 @@
         kernels/ boot/ qemu/ scratch/     what machines are made of; see `kernel`, `parts`, `programs`
         templates/<key>/    template.json, ram, devices; its disk is disks/template-<key>.qcow2
         boxes/<sandbox id>/ box.json, its own disk (disk-N.qcow2), and when it was paused: ram-N, devices-N
+        waiting/<machine>/  disk-0.qcow2 of a machine that waits to become a sandbox
         disks/<id>.qcow2    what a disk was at a snapshot; disks of others lie on it
         memory/<id>/        ram, devices: what memory was at a snapshot
         snapshots/<id>.json
@@ -175,6 +176,16 @@ class VmStore:
         return read(self.template(key) / "template.json", Template)
 
     # --- what is not needed any more -------------------------------------------------------------------------------------
+
+    def clear_unfinished(self) -> None:
+        """Of an edge that died: disks of machines that waited, templates and files half made."""
+        shutil.rmtree(self.root / "waiting", ignore_errors=True)
+        for name in ("templates", "scratch"):
+            for path in (self.root / name).glob(".*"):
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
 
     def collect(self, kept: frozenset[str] = frozenset()) -> int:
         """Remove disks and memory that nothing names any more, and templates that lie on such disks; how many. `kept`: ids in use that

@@ -84,8 +84,10 @@ def scratch_disk(own: Path, frozen: Sequence[Path], empty: Path) -> Disk:
     return Disk(id="scratch", path=str(own), format="qcow2", backing=backing)
 
 
-def kernel_arguments(layers: int, *, khz: int) -> str:
+def kernel_arguments(layers: int, *, accel: Accel, khz: int) -> str:
     words = ["console=ttyS0", "quiet", "reboot=t", "panic=-1", f"dsec.layers={layers}"]
+    if accel == "tcg":
+        words.append("mitigations=off")  # of a CPU that is not there
     if khz:
         words.append(f"tsc_early_khz={khz}")  # without it an emulated boot may hang where it measures the clock
     return " ".join(words)
@@ -199,7 +201,7 @@ class Templates:
                 memory_bytes=wanted.memory_bytes,
                 ram=Ram(str(ram), shared=True),
                 kernel=str(boot.path),
-                append=kernel_arguments(len(wanted.layers), khz=self.khz),
+                append=kernel_arguments(len(wanted.layers), accel=wanted.accel, khz=self.khz),
                 disks=(*layer_disks(wanted.layers), scratch_disk(own, [self._store.disk(one) for one in wanted.disks], empty)),
             )
             await self._boot_and_save(machine, making / "devices", wanted.accel)
@@ -219,8 +221,7 @@ class Templates:
             try:
                 channel = await Channel.open(await vmm.channel(), poller=self._poller(), timeout_s=BOOT_TIMEOUT_S)
                 async with asyncio.timeout(WARM_TIMEOUT_S):
-                    for argv in WARM_UP:
-                        await _run(channel, argv)
+                    await warm_up(channel)
                 await channel.detach()
             except (OpenDSecError, TimeoutError) as error:
                 raise Unavailable(self._diagnosis(vmm, error)) from error
@@ -244,6 +245,14 @@ class Templates:
         for task in building:
             task.cancel()
         await asyncio.gather(*building, return_exceptions=True)
+
+
+async def warm_up(channel: Channel) -> None:
+    """Run what nearly every sandbox runs first."""
+    await channel.identity(hostname="template", machine_id="0" * 31 + "1", boot_id="00000000-0000-4000-8000-000000000001")
+    await channel.limits(processes=WARM_LIMITS.pids)
+    for argv in WARM_UP:
+        await _run(channel, argv)
 
 
 async def _run(channel: Channel, argv: tuple[str, ...]) -> None:

@@ -30,7 +30,7 @@ from opendsec.runtime.backend import Backend, ExecPlan, Exit, Handle, LayerRef, 
 
 ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 LIMITS = Limits(cpu=1.0, cpu_weight=100, memory_bytes=64 << 20, disk_bytes=16 << 20, inodes=4096, pids=64, open_files=256)
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0  # an emulated machine on a busy one takes its time
 
 
 @dataclass
