@@ -65,7 +65,8 @@ async def accelerator(spawner: Spawner, programs: Programs, kernel: Path, place:
 
 async def boot(spawner: Spawner, kernel: Path, place: Place, *, accel: Literal["kvm", "tcg"] = "kvm") -> Accelerator:
     """Boot the kernel; "tcg" with the reason unless it comes to life."""
-    machine = Machine(kind="microvm", cpus=1, memory_bytes=MEMORY_BYTES, kernel=str(kernel), append=APPEND, channel=False, balloon=False)
+    append = f"{APPEND} tsc_early_khz={round(procfs.cpu_khz())}"  # an emulated one may hang where it measures the clock
+    machine = Machine(kind="microvm", cpus=1, memory_bytes=MEMORY_BYTES, kernel=str(kernel), append=append, channel=False, balloon=False)
     try:
         vmm = await Vmm.start(spawner, machine, place, accel=accel)
     except (Internal, SandboxLost, Unavailable) as error:
