@@ -46,6 +46,7 @@ MAX_ANSWER = 1 << 20  # unless the request says otherwise
 MAX_SKIPPED = 64 << 20  # what a former connection left behind before the answer to HELLO
 RECEIVE_BYTES = 256 << 10
 HIGH_BYTES, LOW_BYTES = 1 << 20, 256 << 10  # waiting to be sent, before descriptors are read on
+NEEDLE_AT = 10  # in a header: what comes after its type, which may be that of an error
 GATHERED = 64  # pieces sent by one system call
 CROSSING_EVENTS = 16  # that a guest may have sent about a command before it heard of its end
 MAX_ERRNO = 4095
@@ -115,7 +116,7 @@ class Channel:
         channel = cls(sock, poller)
         try:
             nonce, number = secrets.token_bytes(wire.NONCE_BYTES), channel._number()
-            channel._needle = wire.header(wire.HELLO | wire.ANSWER, number, 0)[8:]
+            channel._needle = wire.header(wire.HELLO, number, 0)[NEEDLE_AT:]
             payload = wire.u32(wire.VERSION) + wire.u32(0) + nonce
             answer = await channel.ask(wire.HELLO, payload, number=number, timeout_s=timeout_s)
             try:
@@ -466,9 +467,9 @@ class Channel:
     def _seek(self) -> bool:
         """While opening: skip what a former connection left, to the answer to HELLO, whose id nobody could know."""
         data = self._buffer[self._begin : self._end].tobytes()
-        at = data.find(self._needle, 8)
+        at = data.find(self._needle, NEEDLE_AT)
         if at >= 0:
-            self._begin += at - 8
+            self._begin += at - NEEDLE_AT
             self._needle = b""
             return True
         keep = min(len(data), wire.HEADER_BYTES)
