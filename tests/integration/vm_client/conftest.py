@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +14,11 @@ from typing import Any
 import pytest
 
 from opendsec.api.spec import MicroVM
+from opendsec.kernel import procfs
 from opendsec.runtime.vmm.store import VmStore
 from tests.edges import EdgeProcess
 from tests.images import BASE
+from tests.leaks import LeakDetector
 from tests.vms import LIMITS, borrow, give_back, kept
 
 
@@ -25,6 +31,30 @@ class MachineEdge(EdgeProcess):
         self.store = VmStore(self.state_dir / "vm")
         borrow(self.store)
 
+    def commands_under_way(self) -> int:
+        """As the journal has it."""
+        with contextlib.closing(sqlite3.connect(f"file:{self.state_dir / 'journal.db'}?mode=ro", uri=True)) as db:
+            return int(db.execute("SELECT count(*) FROM commands WHERE ended_at IS NULL").fetchone()[0])
+
+    def machine_processes(self) -> int:
+        return len(self._machines())
+
+    def kill_machines(self) -> None:
+        for pid in self._machines():
+            os.kill(pid, signal.SIGKILL)
+
+    def _machines(self) -> list[int]:
+        """Host pids of the QEMUs of this edge, by the groups that they are in."""
+        edge_id = (self.state_dir / "edge.id").read_text().strip().encode()
+        found = []
+        for pid in procfs.pids():
+            try:
+                if b"qemu" in b" ".join(procfs.cmdline(pid)[:1]) and any(edge_id in path for path in procfs.cgroup(pid).values()):
+                    found.append(pid)
+            except OSError:
+                continue
+        return found
+
     def remove(self) -> None:
         if self.store.root.exists():
             give_back(self.store)
@@ -32,7 +62,8 @@ class MachineEdge(EdgeProcess):
 
 
 @pytest.fixture(scope="module")
-def edge(test_images: Path) -> Iterator[MachineEdge]:
+def edge(test_images: Path, leak_detector: LeakDetector) -> Iterator[MachineEdge]:
+    leak_detector.allow("children", r"-m opendsec\.edge")  # of the module, which some tests restart
     edge = MachineEdge(test_images)
     try:
         edge.start()
