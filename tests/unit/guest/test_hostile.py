@@ -280,9 +280,8 @@ async def test_input_waits_for_credit(line: Line) -> None:
             written += os.write(stdin, bytes(65_536))
         except BlockingIOError:
             await line.channel.ping()
-            if sum(len(one.payload) for one in line.guest.received if one.type == wire.DATA) == CREDIT:
+            if written > CREDIT and sum(len(one.payload) for one in line.guest.received if one.type == wire.DATA) == CREDIT:
                 break
-    assert written >= CREDIT
     await line.guest.say(frame(wire.CREDIT, asked.id, wire.u32(1000), 0))
     while sum(len(one.payload) for one in line.guest.received if one.type == wire.DATA) < CREDIT + 1000:
         await line.channel.ping()
