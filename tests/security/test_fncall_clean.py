@@ -60,6 +60,17 @@ LEFT_BEHIND = {
         "import ctypes\nlibc = ctypes.CDLL(None)\nprint(libc.shmget(42, 0, 0), libc.semget(42, 0, 0), libc.msgget(42, 0))",
         "-1 -1 -1",
     ),
+    "numbers of shared memory": (
+        "import ctypes\nlibc = ctypes.CDLL(None)\nfor _ in range(3):\n    for get, ctl in ((libc.shmget, libc.shmctl), (libc.msgget, libc.msgctl)):\n"
+        "        ctl(get(0, *((4096, 0o600) if get is libc.shmget else (0o600,))), 0, 0)\n    libc.semctl(libc.semget(0, 1, 0o600), 0, 0)",
+        "import ctypes\nlibc = ctypes.CDLL(None)\nprint(libc.shmget(0, 4096, 0o600), libc.semget(0, 1, 0o600), libc.msgget(0, 0o600))",
+        "0 0 0",
+    ),
+    "shared memory made when the call had ended": (
+        "import ctypes, os\nlibc = ctypes.CDLL(None)\nif os.fork() == 0:\n    for key in range(1, 1000):\n        libc.shmget(key, 4096, 0o1666)\n    os._exit(0)",
+        "import ctypes\nlibc = ctypes.CDLL(None)\nprint(max(libc.shmget(key, 0, 0) for key in range(1, 1000)))",
+        "-1",
+    ),
     "a message queue": (
         "import ctypes\nprint(ctypes.CDLL('librt.so.1').mq_open(b'/left', 0o102, 0o666, None) >= 0)",
         "import ctypes\nprint(ctypes.CDLL('librt.so.1').mq_open(b'/left', 2))",
