@@ -354,7 +354,7 @@ async def measure(*, quick: bool, only: Sequence[str]) -> Report:
     report = Report(
         "images", {"nginx": _version("nginx", "-v"), "tar": _version("tar", "--version"), "skopeo": _version("skopeo", "--version")}
     )
-    kept = large_store()
+    kept = await asyncio.to_thread(large_store)  # which may have to build it, in a loop of its own
     remote, traced = (kept.parent / f"{kept.name}-{what}" for what in ("remote", "traced"))
     await publish(remote, traced)
     with tempfile.TemporaryDirectory(prefix="dsec-bench-", dir="/var/tmp") as folder:
