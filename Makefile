@@ -8,7 +8,7 @@ T ?=
 
 help:
 	@echo "make setup       system packages and .venv (needs root for apt)"
-	@echo "make demo        the main job on real input, from nothing to the result tables (BACKEND=fncall: HumanEval as function calls)"
+	@echo "make demo        the main job on real input, from nothing to the result tables (BACKEND=fncall or microvm: a part of it in those)"
 	@echo "make test        every test, in CI's order"
 	@echo "make test-quick  without the slow ones; make test-quick T=tests/unit for a part"
 	@echo "make lint        style, types and import rules only"

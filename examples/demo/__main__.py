@@ -7,7 +7,8 @@
     3. a layer for each workspace and toolkit, from PyPI's source distributions and wheels
     4. HumanEval: 164 canonical solutions that must pass, 164 mutated ones that must fail, a container each; with `--backend fncall`
        each is a function call in a pool of warm interpreters instead (`make demo BACKEND=fncall`)
-    5. repository tasks: an idle agent must fail, a recorded one must pass, judged by upstream tests in a second container
+    5. repository tasks: an idle agent must fail, a recorded one must pass, judged by upstream tests in a second container; with
+       `--backend microvm` each sandbox is a microVM instead
 
 It ends with exit code 0 only if not one of them was judged otherwise (humaneval.mistaken, repository.tasks and repository.mistaken of
 SPECIFICATION.md). Images and downloads are kept for the next run.
@@ -70,12 +71,13 @@ def dsec(run_dir: Path, *words: str) -> bool:
     return subprocess.run([program, *words], env=environment, check=False).returncode == 0
 
 
-def rollout(work: Path, name: str, *, run_dir: Path, parallel: int) -> bool:
+def rollout(work: Path, name: str, *, run_dir: Path, parallel: int, backend: str = "container") -> bool:
     """Run `dsec rollout` over the task file `name`.jsonl; whether every task was judged as expected."""
-    say(f"\n=== {name} ===")
+    say(f"\n=== {name} ===" if backend == "container" else f"\n=== {name}, in sandboxes that are each a {backend} ===")
     results = work / f"{name}.results.jsonl"
     results.unlink(missing_ok=True)
-    return dsec(run_dir, "rollout", str(work / f"{name}.jsonl"), "--parallel", str(parallel), "--out", str(results))
+    options = ("--parallel", str(parallel), "--backend", backend, "--out", str(results))
+    return dsec(run_dir, "rollout", str(work / f"{name}.jsonl"), *options)
 
 
 async def judge(client: od.Client, work: Path, name: str, *, run_dir: Path, parallel: int) -> bool:
@@ -114,7 +116,8 @@ async def main(work: Path, parallel: int, parts: Iterable[str], backend: str) ->
                 if name == "humaneval" and name in wanted and backend == "fncall":
                     right = await judge(client, work, name, run_dir=run_dir, parallel=parallel) and right
                 elif name in wanted:
-                    right = await asyncio.to_thread(rollout, work, name, run_dir=run_dir, parallel=parallel) and right
+                    kind = backend if name == "repositories" and backend == "microvm" else "container"
+                    right = await asyncio.to_thread(rollout, work, name, run_dir=run_dir, parallel=parallel, backend=kind) and right
         finally:
             await client.shutdown(kill=True)
             shutil.rmtree(run_dir, ignore_errors=True)
@@ -127,6 +130,11 @@ if __name__ == "__main__":
     parser.add_argument("--work", type=Path, default=Path(".cache/demo"), help="keeps downloads, images and results")
     parser.add_argument("--parallel", type=int, default=4, help="sandboxes at a time")
     parser.add_argument("--part", action="append", choices=["humaneval", "repositories"], help="only this part")
-    parser.add_argument("--backend", choices=["container", "fncall"], default="container", help="what HumanEval's programs run in")
+    parser.add_argument(
+        "--backend",
+        choices=["container", "fncall", "microvm"],
+        default="container",
+        help="fncall: HumanEval's programs; microvm: repository tasks",
+    )
     options = parser.parse_args()
     sys.exit(asyncio.run(main(options.work.resolve(), options.parallel, options.part or ["humaneval", "repositories"], options.backend)))

@@ -12,18 +12,21 @@ from pathlib import Path
 import pytest
 
 from opendsec.edge.assemble import assemble
+from opendsec.runtime.vmm.store import VmStore
 from opendsec.testing.contracts.edge_api import Edge
 from opendsec.testing.fakes.parts import IMAGE
 from opendsec.testing.local_edge import TOKEN, LocalEdge
 from tests.images import BASE, base_store, link_store
+from tests.vms import borrow, give_back, kept
 
 KINDS = ("fake", "fake-microvm", "container")
-MACHINES = ("fake-microvm",)
+SLOW = pytest.param("microvm", marks=pytest.mark.slow)
+MACHINES = ("fake-microvm", SLOW)
 MACHINE = {"backend": "microvm", "memory": "128MiB"}
 SETTINGS = {"scratch_driver": "tmpfs", "memory_limit": "16GiB"}
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=(*KINDS, SLOW))
 async def edge(request: pytest.FixtureRequest) -> AsyncGenerator[Edge, None]:
     async with running_edge(request.param) as edge:
         yield edge
@@ -47,12 +50,18 @@ async def local_edge(kind: str, directory: Path, **settings: str) -> AsyncGenera
             folder_on_the_way.chmod(0o755)  # a sandbox is put together below the run directory, as its own root
         (directory / "state").mkdir()
         link_store(base_store(), directory / "state" / "images")
+    machines = VmStore(directory / "state" / "vm")
+    if kind == "microvm":
+        settings["vm_parts"] = str(kept())
+        borrow(machines)
     local = LocalEdge(directory, settings={**SETTINGS, **settings}, assembling=None if kind.startswith("fake") else assemble)
     await local.start()
     try:
         yield local
     finally:
         await local.close()
+        if kind == "microvm":
+            give_back(machines)
 
 
 @contextlib.asynccontextmanager

@@ -22,6 +22,7 @@ def rollout(
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Results, one a line as tasks end. If it exists, what it has is not run again.")],
     parallel: Annotated[int, typer.Option("--parallel", "-n", min=1, help="Tasks at a time.")] = 4,
+    backend: Annotated[c.BackendName | None, typer.Option("--backend", "-b", help="What sandboxes are, whatever the tasks say.")] = None,
     only: Annotated[str | None, typer.Option("--only", help="Only ids that match this shell pattern.")] = None,
     admission_timeout: Annotated[float, typer.Option("--admission-timeout", help="Seconds a task waits for room on the edge.")] = 1800.0,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
@@ -37,12 +38,14 @@ def rollout(
     import hashlib
     import os
 
+    import msgspec
+
     from opendsec.api.errors import InvalidRequest
     from opendsec.client import launch
     from opendsec.client.cli.rollout_progress import watching
     from opendsec.client.rollout.results import ResultFile, summarize
     from opendsec.client.rollout.runner import Runner, end_leftovers
-    from opendsec.client.rollout.tasks import read_tasks
+    from opendsec.client.rollout.tasks import Task, read_tasks
 
     async def work() -> list[TaskResult]:
         try:
@@ -50,6 +53,8 @@ def rollout(
                 wanted = [one for one in read_tasks(file) if only is None or fnmatch.fnmatchcase(one.id, only)]
         except OSError as error:
             raise InvalidRequest(f"cannot read {tasks}: {error.strerror}", field="tasks") from None
+        if backend is not None:
+            wanted = [msgspec.structs.replace(one, backend=backend.value) if isinstance(one, Task) else one for one in wanted]
         if not wanted:
             raise InvalidRequest(f"there is no task in {tasks}" + (f" that matches {only}" if only else ""), field="tasks")
         where = address or os.environ.get("OPENDSEC_ADDRESS") or f"unix:{launch.default_run_dir() / launch.SOCKET_NAME}"

@@ -26,7 +26,7 @@ from opendsec.api.errors import (
     SandboxError,
     Unavailable,
 )
-from opendsec.api.spec import Container
+from opendsec.api.spec import AnySpec
 from opendsec.client.aio import KILL_TIMEOUT_S, Client, Sandbox
 from opendsec.client.results import Result
 from opendsec.client.rollout.carry import Outputs, TooLarge
@@ -264,7 +264,7 @@ class Runner:
         return {**self._labels, "task": task.id[:200], "phase": phase}
 
     @asynccontextmanager
-    async def _sandbox(self, spec: Container, progress: _Progress) -> AsyncIterator[Sandbox]:
+    async def _sandbox(self, spec: AnySpec, progress: _Progress) -> AsyncIterator[Sandbox]:
         box = await self._create(spec, progress)
         try:
             yield box
@@ -273,7 +273,7 @@ class Runner:
             async with self._room:
                 self._room.notify()
 
-    async def _create(self, spec: Container, progress: _Progress) -> Sandbox:
+    async def _create(self, spec: AnySpec, progress: _Progress) -> Sandbox:
         """Create, and wait for room where there is none now. Raises what the edge says once waiting is hopeless or too long."""
         deadline = time.monotonic() + self._admission_timeout_s
         pause = ADMISSION_PAUSE_S[0]

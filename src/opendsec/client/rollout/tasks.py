@@ -22,9 +22,12 @@ import msgspec
 from opendsec.api import wire
 from opendsec.api.errors import InvalidRequest
 from opendsec.api.exec import TIMEOUT_S, Command
-from opendsec.api.spec import Container, check_env, check_number, check_path, check_text
+from opendsec.api.spec import VM, AnySpec, Container, MicroVM, check_env, check_number, check_path, check_text
 
 Verdict = Literal["pass", "fail"]
+BackendName = Literal["container", "microvm", "vm"]
+
+KINDS: dict[BackendName, type[Container] | type[MicroVM] | type[VM]] = {"container": Container, "microvm": MicroVM, "vm": VM}
 
 ACTION_TIMEOUT_S = 600.0
 AGENT_TIMEOUT_S = 3600.0
@@ -106,6 +109,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     agent: Agent | None = None
     outputs: tuple[str, ...] = ()
     limits: TaskLimits = TaskLimits()
+    backend: BackendName = "container"  # what each of its sandboxes is
     env: dict[str, str] = {}
     user: str = ""
     expect: Verdict = "pass"
@@ -114,19 +118,19 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def has_agent_phase(self) -> bool:
         return bool(self.actions or self.agent or self.outputs)
 
-    def agent_spec(self, labels: dict[str, str]) -> Container:
+    def agent_spec(self, labels: dict[str, str]) -> AnySpec:
         return self._spec(self.image, self.layers, labels)
 
-    def verify_spec(self, labels: dict[str, str]) -> Container:
+    def verify_spec(self, labels: dict[str, str]) -> AnySpec:
         layers = self.layers if self.verify.layers is None else self.verify.layers
         return self._spec(self.verify.image or self.image, layers, labels)
 
-    def _spec(self, image: str, layers: tuple[str, ...], labels: dict[str, str]) -> Container:
+    def _spec(self, image: str, layers: tuple[str, ...], labels: dict[str, str]) -> AnySpec:
         timeouts = [action.timeout_s for action in self.actions] + [self.verify.timeout_s]
         if self.agent is not None:
             timeouts.append(self.agent.timeout_s)
         fields = {
-            "backend": "container",
+            "backend": self.backend,
             "image": image,
             "layers": layers,
             "env": self.env,
@@ -135,7 +139,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             "ttl_s": sum(timeouts) + SPARE_TTL_S,
             **{name: value for name, value in msgspec.structs.asdict(self.limits).items() if value is not None},
         }
-        return wire.convert(fields, Container)
+        return wire.convert(fields, KINDS[self.backend])
 
     def check(self) -> None:
         """Raises InvalidRequest naming the field and the rule."""
