@@ -130,11 +130,7 @@ if __name__ == "__main__":
     parser.add_argument("--work", type=Path, default=Path(".cache/demo"), help="keeps downloads, images and results")
     parser.add_argument("--parallel", type=int, default=4, help="sandboxes at a time")
     parser.add_argument("--part", action="append", choices=["humaneval", "repositories"], help="only this part")
-    parser.add_argument(
-        "--backend",
-        choices=["container", "fncall", "microvm"],
-        default="container",
-        help="fncall: HumanEval's programs; microvm: repository tasks",
-    )
+    kinds = ["container", "fncall", "microvm"]
+    parser.add_argument("--backend", choices=kinds, default="container", help="fncall: HumanEval's programs; microvm: repository tasks")
     options = parser.parse_args()
     sys.exit(asyncio.run(main(options.work.resolve(), options.parallel, options.part or ["humaneval", "repositories"], options.backend)))
