@@ -117,13 +117,18 @@ static int arm(struct source *source, u32 events)
 	return 0;
 }
 
-/* Close it. Events of it that are waiting in this turn's batch are forgotten: it may be freed. */
-static void close_source(struct source *source)
+/* Events of it that are waiting in this turn's batch are forgotten: it may be freed. */
+static void forget_source(struct source *source)
 {
 	arm(source, 0);
 	for (int i = batch_at; i < batch_len; i++)
 		if (batch[i].data.ptr == source)
 			batch[i].data.ptr = NULL;
+}
+
+static void close_source(struct source *source)
+{
+	forget_source(source);
 	close_fd(&source->fd);
 }
 

@@ -17,7 +17,8 @@ struct command {
 	char name[MAX_NAME + 1];
 	pid_t pid; /* 0 once it has ended */
 	int released;
-	int group;
+	struct group group;
+	u32 orphans; /* how many had been buried when it began */
 	int master; /* of its terminal */
 	struct stream streams[MAX_STREAMS];
 	int n_streams;
@@ -26,7 +27,7 @@ struct command {
 };
 
 static struct command *commands;
-static u32 n_commands;
+static u32 n_commands, n_orphans;
 
 static void flush(void);
 
@@ -54,17 +55,16 @@ static void command_settle(struct command *c)
 {
 	if (c->pid)
 		return;
-	if (c->group >= 0) {
-		if (group_populated(c->group)) {
-			if (c->events.fd < 0)
-				c->events.fd = openat(c->group, "cgroup.events", O_RDONLY | O_CLOEXEC);
+	if (c->group.fd >= 0) {
+		if (group_populated(&c->group)) {
+			c->events.fd = c->group.events;
 			arm(&c->events, EPOLLPRI);
-			if (group_populated(c->group)) /* again: it is watched from now on */
+			if (group_populated(&c->group)) /* again: it is watched from now on */
 				return;
 		}
-		close_source(&c->events);
-		close_fd(&c->group);
-		remove_group(guest.group, c->name, 0);
+		forget_source(&c->events);
+		c->events.fd = -1;
+		give_group(&c->group);
 		if (!c->released) {
 			begin(TYPE_TREE_EMPTY, 0, c->object.id);
 			end();
@@ -92,8 +92,8 @@ static void release_command(struct command *c)
 
 static void kill_command(struct command *c)
 {
-	if (c->group >= 0)
-		kill_group(c->group);
+	if (c->group.fd >= 0)
+		kill_group(&c->group);
 	else if (c->pid)
 		kill(-c->pid, SIGKILL);
 	if (c->pid)
@@ -107,7 +107,10 @@ static void command_exited(struct command *c, int status, const struct rusage *u
 	c->pid = 0;
 	if (!c->released) {
 		u64 cpu_us = (u64)(usage->ru_utime.tv_sec + usage->ru_stime.tv_sec) * 1000000 + (u64)(usage->ru_utime.tv_usec + usage->ru_stime.tv_usec);
-		u64 tree_us = c->group >= 0 ? group_cpu_us(c->group) : 0;
+		u64 tree_us = 0;
+		int alive = c->group.fd >= 0 && group_populated(&c->group);
+		if (c->group.fd >= 0 && (alive || n_orphans != c->orphans)) /* else all its children's time is in `usage` */
+			tree_us = group_cpu_us(c->group.fd) - c->group.cpu_before_us;
 		u64 sent = ~0ull;
 		while (c->master >= 0 && c->streams[1].source.fd >= 0 && c->streams[1].credit && sent != c->streams[1].sent) {
 			sent = c->streams[1].sent; /* a terminal tells what it holds only once it was read to its end */
@@ -118,14 +121,14 @@ static void command_exited(struct command *c, int status, const struct rusage *u
 		put_u32((u32)(WIFSIGNALED(status) ? WTERMSIG(status) : WEXITSTATUS(status)));
 		put_u64(tree_us > cpu_us ? tree_us : cpu_us);
 		put_u64((u64)usage->ru_maxrss * 1024);
-		put_u32(c->group >= 0 && group_populated(c->group));
-		put_counters(read_counters());
+		put_u32((u32)alive);
+		put_counters(read_counters(status != 0)); /* a full disk explains a failure */
 		put_u32((u32)c->n_streams);
 		for (int i = 0; i < c->n_streams; i++)
 			put_u64(stream_end(&c->streams[i]));
 		end();
 		flush(); /* what follows takes longer */
-		if (c->group < 0) {
+		if (c->group.fd < 0) {
 			begin(TYPE_TREE_EMPTY, 0, c->object.id);
 			end();
 		}
@@ -139,12 +142,15 @@ static void reap(void)
 	struct rusage usage;
 	int status;
 	pid_t pid;
-	while (!throttled() && (pid = wait4(-1, &status, WNOHANG, &usage)) > 0)
-		for (struct command *c = commands; c; c = c->next)
-			if (c->pid == pid) {
-				command_exited(c, status, &usage);
-				break;
-			}
+	while (!throttled() && (pid = wait4(-1, &status, WNOHANG, &usage)) > 0) {
+		struct command *c = commands;
+		while (c && c->pid != pid)
+			c = c->next;
+		if (c)
+			command_exited(c, status, &usage);
+		else
+			n_orphans++;
+	}
 }
 
 /* --- EXEC ------------------------------------------------------------------------------------------------------------ */
@@ -190,7 +196,7 @@ static int open_descriptors(struct command *c, const char *kinds, u32 n_kinds, u
 	for (u32 i = 0; i < n_kinds; i++) {
 		int ends[2] = { -1, -1 };
 		u8 kind = (u8)kinds[i];
-		if (kind != KIND_NULL && (pipe2(ends, O_CLOEXEC) < 0 || fchmod(ends[0], 0666) < 0)) /* any user may open /dev/stdout */
+		if (kind != KIND_NULL && (pipe2(ends, O_CLOEXEC) < 0 || (launch->user.uid && fchmod(ends[0], 0666) < 0))) /* it may open /dev/stdout */
 			return -errno;
 		launch->fds[i] = ends[kind == KIND_OUT];
 		int near = ends[kind == KIND_IN];
@@ -237,7 +243,8 @@ static void on_exec(u64 id, struct in *in)
 		answer_error(id, EAGAIN, "more than %d commands", MAX_COMMANDS);
 		goto out;
 	}
-	c->group = c->master = c->events.fd = -1;
+	c->group.fd = c->group.events = c->master = c->events.fd = -1;
+	c->orphans = n_orphans;
 	c->object.id = id;
 	c->events.ready = group_changed;
 	strcpy(c->name, name);
@@ -249,15 +256,15 @@ static void on_exec(u64 id, struct in *in)
 		goto failed;
 	}
 	complete_env(env, n_env, (flags & EXEC_PTY) != 0);
-	if (guest.group >= 0 && (c->group = make_group(name)) < 0) {
-		answer_error(id, c->group, "cannot make its control group: %s", strerror(-c->group));
+	if (guest.group >= 0 && (error = take_group(&c->group)) < 0) {
+		answer_error(id, error, "cannot make its control group: %s", strerror(-error));
 		goto failed;
 	}
 	if ((error = open_descriptors(c, kinds, n_kinds, flags, rows, columns)) < 0) {
 		answer_error(id, error, "cannot open its descriptors: %s", strerror(-error));
 		goto failed_with_group;
 	}
-	long pid = start_child(c->group);
+	long pid = start_child(c->group.fd);
 	if (pid < 0) {
 		const char *subject = launch->subject, *quote = *subject ? "'" : "";
 		answer_error(id, (int)pid, "%s %s%.200s%s: %s", launch->step, quote, subject, quote, strerror((int)-pid));
@@ -278,10 +285,8 @@ static void on_exec(u64 id, struct in *in)
 failed_with_group:
 	close_far_ends();
 	close_streams(c);
-	if (c->group >= 0) {
-		close(c->group);
-		remove_group(guest.group, c->name, 0);
-	}
+	if (c->group.fd >= 0)
+		give_group(&c->group);
 failed:
 	free(c);
 out:

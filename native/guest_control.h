@@ -11,8 +11,8 @@ static pid_t member_pids[MAX_MEMBERS];
 
 static u32 members_of(struct command *c)
 {
-	if (c->group >= 0)
-		return group_members(c->group, member_pids, MAX_MEMBERS, 0);
+	if (c->group.fd >= 0)
+		return group_members(c->group.fd, member_pids, MAX_MEMBERS, 0);
 	member_pids[0] = c->pid;
 	return c->pid != 0;
 }
@@ -154,7 +154,7 @@ static void on_commands(u64 id, struct in *in)
 		for (; part && c; part--, c = c->next) {
 			put_text(c->name);
 			put_u64(c->object.id);
-			put_u32((c->pid ? COMMAND_RUNS : 0) | (c->pid || c->group >= 0 ? COMMAND_TREE : 0) | (c->released ? COMMAND_RELEASED : 0));
+			put_u32((c->pid ? COMMAND_RUNS : 0) | (c->pid || c->group.fd >= 0 ? COMMAND_TREE : 0) | (c->released ? COMMAND_RELEASED : 0));
 		}
 		end();
 	} while (left);

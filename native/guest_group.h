@@ -15,30 +15,64 @@ struct counters {
 	u32 disk_full, inodes_full;
 };
 
-/* A new group's descriptor, or a negative errno. */
-static int make_group(const char *name)
+/* Groups of ended commands are used again: to make and remove one costs more than all else that we do for a command. */
+enum { MAX_SPARES = 4 };
+
+struct group {
+	int fd, events; /* -1: none; `events` is its cgroup.events */
+	u32 number; /* its name */
+	u64 cpu_before_us; /* used by commands before this one */
+	int killed; /* once is for ever: some kernels kill whoever is born in it later */
+};
+
+static struct group spares[MAX_SPARES];
+static int n_spares;
+static u32 n_groups;
+
+static void name_group(const struct group *group, char *name, size_t size)
 {
+	snprintf(name, size, "c%u", group->number);
+}
+
+static int make_group(struct group *group)
+{
+	char name[32];
+	*group = (struct group){ .fd = -1, .events = -1, .number = n_groups++ };
+	name_group(group, name, sizeof(name));
 	if (mkdirat(guest.group, name, 0755) < 0)
 		return -errno;
-	int fd = openat(guest.group, name, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-	if (fd < 0) {
-		int error = errno;
+	group->fd = openat(guest.group, name, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+	group->events = group->fd < 0 ? -1 : openat(group->fd, "cgroup.events", O_RDONLY | O_CLOEXEC);
+	if (group->events < 0) {
+		int error = -errno;
+		close_fd(&group->fd);
 		unlinkat(guest.group, name, AT_REMOVEDIR);
-		return -error;
+		return error;
 	}
-	return fd;
+	return 0;
+}
+
+static int take_group(struct group *group)
+{
+	if (!n_spares)
+		return make_group(group);
+	*group = spares[--n_spares];
+	return 0;
 }
 
 /* Whether any process is in the group or below. */
-static int group_populated(int group)
+static int group_populated(const struct group *group)
 {
 	char text[256];
-	return read_text(group, "cgroup.events", text, sizeof(text)) > 0 && number_after(text, "populated");
+	ssize_t got = pread(group->events, text, sizeof(text) - 1, 0);
+	text[got > 0 ? got : 0] = 0;
+	return number_after(text, "populated") != 0;
 }
 
-static void kill_group(int group)
+static void kill_group(struct group *group)
 {
-	write_text(group, "cgroup.kill", "1");
+	group->killed = 1;
+	write_text(group->fd, "cgroup.kill", "1");
 }
 
 /* Remove a group and what somebody made below it, which holds nothing any more. At most so deep. */
@@ -103,6 +137,23 @@ static u64 group_cpu_us(int group)
 	return read_text(group, "cpu.stat", text, sizeof(text)) > 0 ? number_after(text, "usage_usec") : 0;
 }
 
+/* A group that holds nobody. */
+static void give_group(struct group *group)
+{
+	struct stat st;
+	char name[32];
+	if (n_spares < MAX_SPARES && !group->killed && !fstat(group->fd, &st) && st.st_nlink <= 2) {
+		group->cpu_before_us = group_cpu_us(group->fd);
+		spares[n_spares++] = *group;
+	} else {
+		name_group(group, name, sizeof(name));
+		close(group->fd);
+		close(group->events);
+		remove_group(guest.group, name, 0);
+	}
+	group->fd = group->events = -1;
+}
+
 static int memory_events = -1, pids_events = -1; /* of guest.group */
 
 static u64 reread(int fd, const char *key)
@@ -113,11 +164,12 @@ static u64 reread(int fd, const char *key)
 	return number_after(text, key);
 }
 
-static struct counters read_counters(void)
+/* `disk`: also whether that is full. */
+static struct counters read_counters(int disk)
 {
 	struct statfs fs;
 	struct counters counters = { .oom_kills = reread(memory_events, "oom_kill"), .pids_denied = reread(pids_events, "max") };
-	if (guest.is_init && !fstatfs(guest.root, &fs) && fs.f_blocks) { /* else it is not the sandbox's alone */
+	if (disk && guest.is_init && !fstatfs(guest.root, &fs) && fs.f_blocks) { /* else it is not the sandbox's alone */
 		counters.disk_full = (u64)fs.f_bavail * (u64)fs.f_bsize < 65536;
 		counters.inodes_full = fs.f_files && !fs.f_ffree;
 	}

@@ -170,7 +170,7 @@ static void on_usage(u64 id, struct in *in)
 	put_u64((fs.f_blocks - fs.f_bfree) * block);
 	put_u64(fs.f_blocks * block);
 	put_u64(fs.f_files - fs.f_ffree);
-	put_counters(read_counters());
+	put_counters(read_counters(1));
 	end();
 }
 

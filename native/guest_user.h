@@ -144,7 +144,7 @@ static void find_groups(struct user *user)
 }
 
 /* `name`, `number`, either with `:group`; empty: root. 0, or a negative errno with `problem` set. */
-static int find_user(const char *wanted, struct user *user, const char **problem)
+static int look_up_user(const char *wanted, struct user *user, const char **problem)
 {
 	const char *colon = strchr(wanted, ':');
 	struct field name = { wanted, colon ? (size_t)(colon - wanted) : strlen(wanted) }, row[6];
@@ -181,6 +181,43 @@ static int find_user(const char *wanted, struct user *user, const char **problem
 	if (user->uid && found)
 		find_groups(user); /* root needs no further groups */
 	return 0;
+}
+
+/* Whether a file is as it was at the last call. */
+static int unchanged(const char *path, struct stat *was)
+{
+	struct stat st = { 0 };
+	int fd = open_inside(path, O_PATH);
+	if (fd >= 0)
+		fstat(fd, &st);
+	close_fd(&fd);
+	int same = st.st_ino == was->st_ino && st.st_dev == was->st_dev && st.st_size == was->st_size &&
+		   st.st_ctim.tv_sec == was->st_ctim.tv_sec && st.st_ctim.tv_nsec == was->st_ctim.tv_nsec;
+	*was = st;
+	return same;
+}
+
+/* As `look_up_user`. The last answer holds while the files do: most commands are one user's. */
+static int find_user(const char *wanted, struct user *user, const char **problem)
+{
+	static struct user last;
+	static struct stat passwd, group;
+	static char last_wanted[MAX_LOGIN];
+	static int known;
+	int same = unchanged("/etc/passwd", &passwd);
+	if (last.uid || strchr(wanted, ':') || !known) /* else its groups do not come from there */
+		same &= unchanged("/etc/group", &group);
+	if (known && same && !strcmp(wanted, last_wanted)) {
+		*user = last;
+		return 0;
+	}
+	int error = look_up_user(wanted, user, problem);
+	known = !error && strlen(wanted) < sizeof(last_wanted);
+	if (known) {
+		last = *user;
+		strcpy(last_wanted, wanted);
+	}
+	return error;
 }
 
 #endif

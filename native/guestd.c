@@ -176,6 +176,8 @@ int main(int argc, char **argv)
 		start_service(argc, argv);
 	}
 	watch_port();
+	if (guest.group >= 0 && !make_group(&spares[0]))
+		n_spares = 1;
 	if (guest.is_init) {
 		cover_boot_id(); /* now, so that clones need not */
 		say("guestd: ready");
