@@ -2,8 +2,8 @@
 """The warm interpreter of a member: imports what its pool declares, then is forked for each call.
 
 Runs inside the image, by whatever Python is there (3.8 or later), as a program of its own: nothing of this package is at hand. Its
-descriptors: 3 the supervisor, 4 this text, 5 forkin.so, 6 what to warm up with. The fork goes on in `run`, where the user's code must
-see what `python3 main.py` would have shown it.
+descriptors: 3 the supervisor, 4 this text, 5 forkin.so, 6 what to warm up with. A fork goes on in native/source.h or in `run`, where
+the user's code must see what `python3 main.py` would have shown it.
 """
 
 from __future__ import annotations
@@ -136,14 +136,14 @@ def begin_heap() -> None:
     malloc = ctypes.CDLL(None).malloc
     malloc.restype = ctypes.c_size_t
     malloc.argtypes = [ctypes.c_size_t]
+    taken = 0
     for size in (*range(8192, 1024, -1024), *range(1032, 8, -16)):
         last = in_a_row = 0
-        for _ in range(1000):
+        while in_a_row < 4 and taken < 1 << 20:  # another allocator than glibc's may have no such end
             at = malloc(size)
             in_a_row = in_a_row + 1 if 0 < at - last <= size + 32 else 0
-            if in_a_row > 3:
-                break
             last = at
+            taken += size
 
 
 def serve(serving: Callable[[], int], view: memoryview, numbers: memoryview, workdir: str, space: dict[str, object]) -> NoReturn:
