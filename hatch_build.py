@@ -29,7 +29,7 @@ CFLAGS = (
 LDFLAGS = "-nostdlib -static -no-pie -Wl,--build-id=none -Wl,-z,noseparate-code -Wl,-z,norelro -Wl,-z,noexecstack -Wl,-s"
 ONE_PAGE = "-Wl,-n"  # of a program without data: its file is mapped as one page
 WITHOUT_DATA = ("init",)
-SHARED = ("forkin",)
+SHARED = ("forkin", "ram")
 SHARED_FLAGS = "-shared -fPIC -fvisibility=hidden"
 WITH_LIBC = ("guestd",)  # one a machine, not one a sandbox: size matters less there
 LIBC_FLAGS = "-std=gnu11 -O2 -Wall -Wextra -Werror -Wno-unused-function -Wno-format-truncation -fno-pie -ffunction-sections"

@@ -16,7 +16,7 @@ declare -A PACKAGES=(
     # Virtual machines. The guests' kernel comes as a Debian package, which is packed by these.
     [qemu-system-x86_64]=qemu-system-x86 [qemu-img]=qemu-utils [xz]=xz-utils [zstd]=zstd
 )
-QEMU_OLDEST=1:9 # before it, clones could write to the file that is the memory of all of them
+QEMU_OLDEST=1:9 # older ones cannot be given /dev/kvm as a descriptor
 PATH="$PATH:/usr/sbin:/sbin"
 
 find_python() {

@@ -54,7 +54,7 @@ async def test_posture_of_a_running_qemu(vmms: Vmms) -> None:
     for number, name in found.descriptors.items():
         if name == str(layer):
             assert int(procfs.fd_info(vmm.pid, number)["flags"], 8) & os.O_ACCMODE == os.O_RDONLY
-    assert found.environment == ("PATH=/usr/bin", "TMPDIR=/tmp")
+    assert found.environment == ("LD_PRELOAD=/usr/lib/dsec-ram.so", "PATH=/usr/bin", "TMPDIR=/tmp")
     assert {name for name, path in found.cgroups.items() if path == "/GROUP"} >= {"memory", "cpu", "pids"} or found.cgroups == {
         "": "/GROUP"
     }

@@ -44,7 +44,7 @@ def test_a_microvm() -> None:
         "-global migration.send-configuration=off",
         "-action panic=shutdown,reboot=shutdown",
         "-sandbox on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny",
-        "-object memory-backend-file,id=ram,mem-path=/ram,size=256M,share=off,readonly=on,rom=off",
+        "-object memory-backend-file,id=ram,mem-path=/ram,size=256M,share=off",
         "-kernel /kernel",
         "-append console=ttyS0 quiet",
         "-device virtserialport,bus=serial0.0,nr=1,chardev=guest,name=org.opendsec.guest.0",
@@ -87,7 +87,7 @@ def test_a_template_and_its_clones_differ_in_memory_and_disks_alone() -> None:
     assert [(a, b) for a, b in zip(template, clone, strict=False) if a != b] == [
         (
             "memory-backend-file,id=ram,mem-path=/ram,size=256M,share=on",
-            "memory-backend-file,id=ram,mem-path=/ram,size=256M,share=off,readonly=on,rom=off",
+            "memory-backend-file,id=ram,mem-path=/ram,size=256M,share=off",
         )
     ]
 

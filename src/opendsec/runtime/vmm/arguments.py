@@ -154,7 +154,8 @@ def _memory(machine: Machine, mib: int) -> str:
         return f"memory-backend-memfd,id=ram,size={mib}M,share=on"
     if ram.shared:
         return f"memory-backend-file,id=ram,mem-path=/ram,size={mib}M,share=on"
-    return f"memory-backend-file,id=ram,mem-path=/ram,size={mib}M,share=off,readonly=on,rom=off"
+    # The kernel lets it be opened for reading only: see native/ram.c, and `inside`.
+    return f"memory-backend-file,id=ram,mem-path=/ram,size={mib}M,share=off"
 
 
 def _boot(machine: Machine) -> list[str]:
@@ -184,9 +185,7 @@ def _devices(machine: Machine) -> list[str]:
         words += ["-chardev", f"socket,id=agent,fd={AGENT_FD},server=on,wait=off"]
         words += ["-device", "virtserialport,bus=serial0.0,nr=2,chardev=agent,name=org.qemu.guest_agent.0"]
     if machine.balloon:
-        # QEMU gives memory back only where it does not lie on a file that it may not write.
-        reporting = "off" if machine.ram.path else "on"
-        words += ["-device", f"virtio-balloon-{suffix},id=balloon,free-page-reporting={reporting}"]
+        words += ["-device", f"virtio-balloon-{suffix},id=balloon,free-page-reporting=on"]
     if machine.rng:
         words += ["-object", "rng-builtin,id=entropy", "-device", f"virtio-rng-{suffix},rng=entropy"]
     if machine.uses_scsi:

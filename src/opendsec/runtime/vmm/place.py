@@ -16,13 +16,14 @@ import msgspec
 from opendsec.api.errors import Unavailable
 from opendsec.kernel import cgroups
 from opendsec.runtime.spawn import Message
-from opendsec.runtime.vmm import arguments, profile
+from opendsec.runtime.vmm import arguments, profile, programs
 from opendsec.runtime.vmm.arguments import Accel, Inside, Opened
 from opendsec.runtime.vmm.machine import Machine
 from opendsec.runtime.vmm.qmp import short_path
 
 QMP_SOCKET, CHANNEL_SOCKET, AGENT_SOCKET = "qmp", "guest", "agent"
 ERRORS_FIFO, SERIAL_FIFO = "errors", "serial"
+ENVIRONMENT = {b"PATH": b"/usr/bin", b"TMPDIR": b"/tmp"}
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +103,8 @@ def prepare(
         give(arguments.nic_fd(machine, index), tap)
     if tpm is not None:
         give(arguments.tpm_fd(machine), tpm)
-    return plan_of(place, words, arguments.inside(machine), arguments.descriptors(machine, accel), numbers), given
+    plan = plan_of(place, words, arguments.inside(machine), arguments.descriptors(machine, accel), numbers)
+    return plan | {"env": ENVIRONMENT | {b"LD_PRELOAD": programs.PRELOADED.encode()}}, given
 
 
 def plan_of(place: Place, words: Sequence[str], files: Sequence[Inside], opened: Sequence[Opened], numbers: Sequence[int]) -> Message:
@@ -119,7 +121,7 @@ def plan_of(place: Place, words: Sequence[str], files: Sequence[Inside], opened:
         "open": [(file.fd, os.fsencode(file.path), file.writable) for file in opened],
         "given": list(numbers),
         "argv": [os.fsencode(word) for word in words],
-        "env": {b"PATH": b"/usr/bin", b"TMPDIR": b"/tmp"},
+        "env": ENVIRONMENT,
         "rlimits": profile.rlimits(),
         "profile": profile.NAME,
         "hostname": b"machine",

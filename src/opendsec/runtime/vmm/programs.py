@@ -28,6 +28,10 @@ PLACES = ("ram", "kernel", "initrd", "firmware", "variables", "source", "target"
 """Names that a machine's own files get, and those of tools (`tools.py`)."""
 
 FIRMWARE = ("/usr/share/qemu", "/usr/share/seabios", "/usr/share/vgabios", "/usr/lib/ipxe/qemu")
+PRELOADED = "/usr/lib/dsec-ram.so"
+"""What is loaded into QEMU before its own libraries: see native/ram.c."""
+
+NATIVE = Path(__file__).resolve().parents[2] / "_native" / "dsec-ram.so"
 KEYMAPS = "/usr/share/qemu/keymaps"
 FIRMWARE_SUFFIXES = (".bin", ".rom", ".img")
 MODULES = ("hw-display-virtio-gpu.so", "hw-display-virtio-gpu-pci.so", "hw-display-virtio-vga.so")
@@ -51,7 +55,9 @@ def version_of(qemu: str = QEMU) -> str:
 
 
 def sources(qemu: str = QEMU) -> dict[str, Path]:
-    """Every file to copy: its name in the root directory (the one the host has) → the file with its links resolved."""
+    """Every file to copy: its name in the root directory (the one the host has) → the file with its links resolved. Raises Unsupported."""
+    if not NATIVE.exists():
+        raise Unsupported(f"{NATIVE.name} was not built")
     wanted = {qemu}
     modules = [path for folder in Path("/usr/lib").glob("*/qemu") for path in sorted(folder.iterdir()) if path.name in MODULES]
     for program in (qemu, *map(str, modules)):
@@ -60,7 +66,7 @@ def sources(qemu: str = QEMU) -> dict[str, Path]:
         if folder.is_dir():
             wanted |= {str(path) for path in sorted(folder.iterdir()) if path.suffix in FIRMWARE_SUFFIXES and path.is_file()}
     wanted |= {str(path) for path in Path(KEYMAPS).glob("*") if path.is_file()}
-    return {plain(name): Path(name).resolve() for name in sorted(wanted)}
+    return {plain(name): Path(name).resolve() for name in sorted(wanted)} | {PRELOADED: NATIVE}
 
 
 def plain(name: str) -> str:
