@@ -24,6 +24,7 @@ from opendsec.runtime.vmm.store import VmStore
 LIMITS = Limits(cpu=1.0, cpu_weight=100, memory_bytes=128 << 20, disk_bytes=64 << 20, inodes=4096, pids=64, open_files=256)
 """What nearly all tests should ask for: then they share a template."""
 
+KEPT = 6
 SHARED = ("boot", "qemu", "kernels", "scratch", "templates", "disks")
 
 
@@ -54,23 +55,37 @@ def borrow(store: VmStore) -> None:
 
 
 def give_back(store: VmStore) -> None:
-    """Keep the templates that were made in a store, with what they lie on."""
+    """Keep the templates for LIMITS that were made in a store, with what they lie on."""
+    usual = f"{LIMITS.disk_bytes}-{LIMITS.inodes}.ext4"
     with locked(kept() / "lock"):
-        for name in ("scratch", "disks", "templates"):
+        prune()
+        for name in ("templates", "scratch", "disks"):
             for path in (store.root / name).iterdir():
                 target = kept() / name / path.name
                 if target.exists() or path.suffix == ".lock" or path.name.startswith(".") or path.name == "lock":
                     continue
                 if name == "templates":
                     template = store.read_template(path.name)
-                    if template is None or template.disks:
+                    if template is None or template.disks or (template.memory_bytes, template.scratch) != (LIMITS.memory_bytes, usual):
                         continue
                     making = target.with_name(f".{target.name}")
                     shutil.rmtree(making, ignore_errors=True)
                     shutil.copytree(path, making, copy_function=os.link)
                     making.rename(target)
-                elif name == "scratch" or path.name.startswith("template-"):
+                elif path.name == usual or (kept() / "templates" / path.stem.removeprefix("template-")).exists():
                     os.link(path, target)
+
+
+def prune() -> None:
+    """Of templates and boot images that an earlier state of the sources made, only the newest stay."""
+    for name in ("templates", "boot"):
+        newest = sorted((kept() / name).glob("[0-9a-f]*"), key=lambda path: path.stat().st_mtime, reverse=True)
+        for path in newest[KEPT:]:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+                (kept() / "disks" / f"template-{path.name}.qcow2").unlink(missing_ok=True)
+            else:
+                path.unlink(missing_ok=True)
 
 
 class VmNode:

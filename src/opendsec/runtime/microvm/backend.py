@@ -183,6 +183,7 @@ class MicroVMBackend(VmBackend):
     async def _make_waiting(self, template: Template, wanted: Wanted) -> Waiting:
         name, uid = self.new_machine(), self._new_uid()
         folder = self.store.root / "waiting" / name
+        self.keep(template.key)  # its memory lies on the template's
         try:
             await in_thread(folder.mkdir, 0o700, True, True)
             own = folder / "disk-0.qcow2"
@@ -204,8 +205,9 @@ class MicroVMBackend(VmBackend):
                     channel.close()
                     raise
 
-            return Waiting(name, uid, folder, vmm, await self._or_kill(vmm, run_in()))
+            return Waiting(name, uid, template.key, folder, vmm, await self._or_kill(vmm, run_in()))
         except BaseException:
+            self.unkeep(template.key)
             await in_thread(shutil.rmtree, folder, ignore_errors=True)
             raise
 
@@ -214,6 +216,7 @@ class MicroVMBackend(VmBackend):
         try:
             await waiting.vmm.kill()
         finally:
+            self.unkeep(waiting.template)
             await in_thread(shutil.rmtree, waiting.folder, ignore_errors=True)
 
     async def _hand_out(
@@ -225,7 +228,9 @@ class MicroVMBackend(VmBackend):
             self._move_in(box, waiting)
             process.group_of(waiting.vmm.record.place).update({"cpu_cores": placement.limits.cpu})
             await waiting.vmm.cont()
-            return await self._introduce(box, placement, waiting.vmm, waiting.channel)
+            found = await self._introduce(box, placement, waiting.vmm, waiting.channel)
+            self.unkeep(waiting.template)  # its box names it now
+            return found
         except (OpenDSecError, OSError):
             await asyncio.shield(self._discard(waiting))
             await in_thread(self.store.remove_box, box.sandbox_id)

@@ -35,6 +35,7 @@ class Waiting:
 
     name: str
     uid: int
+    template: str  # key
     folder: Path
     vmm: Vmm
     channel: Channel

@@ -90,6 +90,7 @@ class VmBackend:
             found |= {group.name.rpartition("/")[2] for group in top.children()}
         await asyncio.gather(*(process.remove(self.place_named(name)) for name in found - known))
         await in_thread(self.store.clear_unfinished)
+        await in_thread(self.store.collect)
 
     async def close(self) -> None:
         for handle in list(self.handles.values()):
@@ -124,13 +125,19 @@ class VmBackend:
 
     @contextlib.contextmanager
     def keeping(self, *ids: str) -> Iterator[None]:
-        """These disks and memories are not collected meanwhile, though no record names them yet."""
-        self._keeping.update(ids)
+        """These disks, memories and templates are not collected meanwhile, though no record names them yet."""
+        self.keep(*ids)
         try:
             yield
         finally:
-            self._keeping.subtract(ids)
-            self._keeping += Counter()
+            self.unkeep(*ids)
+
+    def keep(self, *ids: str) -> None:
+        self._keeping.update(ids)
+
+    def unkeep(self, *ids: str) -> None:
+        self._keeping.subtract(ids)
+        self._keeping += Counter()  # without those that are at zero
 
     async def collect_soon(self, box: BoxState) -> None:
         """Something of what this one stood on may not be needed any more."""

@@ -17,6 +17,7 @@ for some tenths of a millisecond unless said otherwise.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import threading
@@ -31,6 +32,7 @@ from opendsec.runtime.backend import SnapshotRecord, VmOptions
 from opendsec.runtime.vmm.process import VmmRecord
 
 Version = Literal[1]
+TEMPLATES_KEPT = 8  # that no sandbox or snapshot came of; each has some 100 MiB
 T = TypeVar("T")
 
 
@@ -175,6 +177,12 @@ class VmStore:
     def read_template(self, key: str) -> Template | None:
         return read(self.template(key) / "template.json", Template)
 
+    def use_template(self, key: str) -> Template | None:
+        """As above, and it counts as used now."""
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(self.template(key) / "template.json")
+        return self.read_template(key)
+
     # --- what is not needed any more -------------------------------------------------------------------------------------
 
     def clear_unfinished(self) -> None:
@@ -188,25 +196,31 @@ class VmStore:
                     path.unlink(missing_ok=True)
 
     def collect(self, kept: frozenset[str] = frozenset()) -> int:
-        """Remove disks and memory that nothing names any more, and templates that lie on such disks; how many. `kept`: ids in use that
-        are not written down yet. May take as long as removing large files does."""
+        """Remove disks and memory that nothing names any more, templates that lie on such disks, and all but a few of those that nobody
+        uses; how many. `kept`: ids in use that are not written down yet. May take as long as removing large files does."""
         with self._collecting:
-            disks, memory, count = set(kept), set(kept), 0
+            disks, memory, templates, count = set(kept), set(kept), set(kept), 0
             for box in self.box_states():
                 disks.update(box.disks)
                 memory.add(box.memory)
+                templates.add(box.template)
             for name in self.snapshots():
                 if (snapshot := self.read_snapshot(name)) is not None:
                     disks.update(snapshot.disks)
                     memory.add(name)
-            for path in (self.root / "templates").glob("*/template.json"):
+                    templates.add(snapshot.record.vm.template)
+            room = TEMPLATES_KEPT
+            for path in sorted((self.root / "templates").glob("*/template.json"), key=_used_at, reverse=True):
                 if (template := read(path, Template)) is None:
                     continue
-                if disks.issuperset(template.disks):
-                    disks.add(template.disk)
-                else:  # it came of a snapshot that is gone
+                unused = template.key not in templates
+                room -= unused
+                if unused and (room < 0 or not disks.issuperset(template.disks)):  # or it came of a snapshot that is gone
                     shutil.rmtree(path.parent, ignore_errors=True)
                     count += 1
+                else:
+                    disks.add(template.disk)
+                    disks.update(template.disks)
             for path in (self.root / "disks").glob("*.qcow2"):
                 if path.stem not in disks:
                     path.unlink(missing_ok=True)
@@ -216,6 +230,13 @@ class VmStore:
                     shutil.rmtree(path, ignore_errors=True)
                     count += 1
             return count
+
+
+def _used_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def write(path: Path, data: bytes, *, durable: bool = False) -> None:

@@ -35,7 +35,7 @@ from opendsec.runtime.vmm import disks
 from opendsec.runtime.vmm.arguments import Accel
 from opendsec.runtime.vmm.machine import Disk, Image, Machine, Ram
 from opendsec.runtime.vmm.parts import Parts, locked
-from opendsec.runtime.vmm.process import Place, Vmm
+from opendsec.runtime.vmm.process import DIE_TIMEOUT_S, Place, Vmm
 from opendsec.runtime.vmm.store import Layer, Template, VmStore, write
 
 FORMAT = 1  # raise it when something else about a booted machine changes
@@ -108,7 +108,6 @@ class Templates:
         self._store, self._parts = store, parts
         self._spawner, self._place, self._poller = spawner, place, poller
         self._building: dict[str, asyncio.Task[Template]] = {}
-        self._known: dict[str, Template] = {}
         self.khz = round(procfs.cpu_khz(), -3)
         self.boots = 0  # since the start
 
@@ -151,14 +150,13 @@ class Templates:
     async def get(self, wanted: Wanted) -> Template:
         """The template, booted if there is none yet. Raises Unavailable (it does not boot), Unsupported."""
         key = await in_thread(self.key, wanted)
-        if (known := self._known.get(key)) is not None and (self._store.template(key) / "template.json").exists():
+        if (known := await in_thread(self._store.use_template, key)) is not None:
             return known
         building = self._building.get(key)
         if building is None:
             building = self._building[key] = asyncio.ensure_future(self._get(key, wanted))
             building.add_done_callback(lambda _: self._building.pop(key, None))
-        template = self._known[key] = await asyncio.shield(building)
-        return template
+        return await asyncio.shield(building)
 
     async def _get(self, key: str, wanted: Wanted) -> Template:
         async with _file_lock(self._store.root / "templates" / f"{key}.lock"):
@@ -224,7 +222,7 @@ class Templates:
                     await warm_up(channel)
                 await channel.detach()
             except (OpenDSecError, TimeoutError) as error:
-                raise Unavailable(self._diagnosis(vmm, error)) from error
+                raise Unavailable(await self._diagnosis(vmm, error)) from error
             await vmm.stop()
             await vmm.save_devices(devices)
         finally:
@@ -232,12 +230,13 @@ class Templates:
                 channel.close()
             await asyncio.shield(vmm.kill())
 
-    def _diagnosis(self, vmm: Vmm, error: BaseException) -> str:
+    async def _diagnosis(self, vmm: Vmm, error: BaseException) -> str:
         what = error.message if isinstance(error, OpenDSecError) else "its first commands do not end"
+        if not vmm.alive():
+            await asyncio.wait([vmm.died], timeout=DIE_TIMEOUT_S)
         if vmm.died.done():
             what = vmm.died.result()
-        said = [line.strip() for line in vmm.console().splitlines() if line.strip()][-5:]
-        return f"{what}; its console: {' / '.join(said)[-600:] or 'nothing'}"
+        return f"{what}; its console: {last_words(vmm.console())}"
 
     async def close(self) -> None:
         """Give up what is being built."""
@@ -268,6 +267,13 @@ async def _run(channel: Channel, argv: tuple[str, ...]) -> None:
 
 
 WARM_LIMITS = Limits(cpu=1.0, cpu_weight=100, memory_bytes=MIB, disk_bytes=MIB, inodes=64, pids=64, open_files=256)
+
+
+def last_words(console: str) -> str:
+    """What of a console's text says why a machine does not work: what guestd or a panicking kernel said, else the end."""
+    lines = [line.strip() for line in console.splitlines() if line.strip()]
+    telling = [line for line in lines if line.startswith("guestd:") or "Kernel panic" in line]
+    return " / ".join((telling or lines)[-5:])[-600:] or "nothing"
 
 
 def _settle(making: Path, template: Template) -> None:
