@@ -24,7 +24,8 @@ from tests.vms import LIMITS, VmNode
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 MIB = 1 << 20
-FILL = "x = b'x' * (40 << 20)"
+# The kernel reports blocks of 2 MiB that are free as a whole: in a smaller machine there may be few.
+FILL = "x = b'x' * (100 << 20)"
 
 
 async def run(handle: Handle, code: str) -> None:
@@ -55,7 +56,7 @@ async def test_freed_memory_comes_back(test_images: Path) -> None:
                 placement = Placement(
                     sandbox_id="sb_memory",
                     uid_base=UID_BASE,
-                    limits=msgspec.structs.replace(LIMITS),
+                    limits=msgspec.structs.replace(LIMITS, memory_bytes=256 * MIB),
                     layers=tuple(image.layers),
                     config=image.config,
                     env={},
@@ -69,10 +70,10 @@ async def test_freed_memory_comes_back(test_images: Path) -> None:
                 before = hashlib.sha256(ram.read_bytes()).hexdigest()
                 await run(handle, FILL)
                 most = own_bytes(handle.vmm.pid)
-                assert most > 40 * MIB
+                assert most > 100 * MIB
                 # The guest's kernel reports what is free every other second; nothing tells us when.
                 deadline = time.monotonic() + 60
-                while own_bytes(handle.vmm.pid) > most - 20 * MIB:
+                while own_bytes(handle.vmm.pid) > most - 50 * MIB:
                     assert time.monotonic() < deadline, "no memory came back"
                     await asyncio.sleep(0.2)
                 await run(handle, f"{FILL}; assert x.count(b'x') == len(x)")
