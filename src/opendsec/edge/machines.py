@@ -41,6 +41,7 @@ class Machines:
             containers=containers,
             missing=missing_for_machines(found),
             shared=settings.vm_parts,
+            waiting=settings.vm_waiting,
         )
         self.backends: dict[str, VmBackend] = {NAME: self.microvms}
 
@@ -54,7 +55,7 @@ class Machines:
             parts = self.microvms.parts
             programs, boot = await asyncio.to_thread(parts.programs), await asyncio.to_thread(parts.boot_image)
             machine = Machine(kind="microvm", cpus=1, memory_bytes=probe.MEMORY_BYTES, kernel=str(boot.path), channel=False, balloon=False)
-            place = self.microvms.place_named(self.microvms.new_machine(), machine, root=programs.root)
+            place = self.microvms.place_for_nobody(machine)
             spawner = await self._containers.spawner()
             found = await probe.accelerator(spawner, programs, boot.path, place, self._root / "accelerator.json")
         except OpenDSecError as error:

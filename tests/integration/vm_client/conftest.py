@@ -1,64 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real edge with real microVMs. What takes long (kernel, templates) is kept beside the images and lent to it, see `tests.vms`."""
+"""One edge for a module's tests."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from opendsec.api.spec import MicroVM
-from opendsec.kernel import procfs
-from opendsec.runtime.vmm.store import VmStore
-from tests.edges import EdgeProcess
-from tests.images import BASE
 from tests.leaks import LeakDetector
-from tests.vms import LIMITS, borrow, give_back, kept
-
-
-class MachineEdge(EdgeProcess):
-    """An edge process whose store of machines begins with what is kept."""
-
-    def __init__(self, images: Path) -> None:
-        super().__init__(images, ["--vm-parts", str(kept()), "--scratch-driver", "tmpfs"])
-        self.folder.chmod(0o755)  # machines are put together below the run directory, as their own users
-        self.store = VmStore(self.state_dir / "vm")
-        borrow(self.store)
-
-    def commands_under_way(self) -> int:
-        """As the journal has it."""
-        with contextlib.closing(sqlite3.connect(f"file:{self.state_dir / 'journal.db'}?mode=ro", uri=True)) as db:
-            return int(db.execute("SELECT count(*) FROM commands WHERE ended_at IS NULL").fetchone()[0])
-
-    def machine_processes(self) -> int:
-        return len(self._machines())
-
-    def kill_machines(self) -> None:
-        for pid in self._machines():
-            os.kill(pid, signal.SIGKILL)
-
-    def _machines(self) -> list[int]:
-        """Host pids of the QEMUs of this edge, by the groups that they are in."""
-        edge_id = (self.state_dir / "edge.id").read_text().strip().encode()
-        found = []
-        for pid in procfs.pids():
-            try:
-                if b"qemu" in b" ".join(procfs.cmdline(pid)[:1]) and any(edge_id in path for path in procfs.cgroup(pid).values()):
-                    found.append(pid)
-            except OSError:
-                continue
-        return found
-
-    def remove(self) -> None:
-        if self.store.root.exists():
-            give_back(self.store)
-        super().remove()
+from tests.machine_edges import MachineEdge
 
 
 @pytest.fixture(scope="module")
@@ -70,16 +21,3 @@ def edge(test_images: Path, leak_detector: LeakDetector) -> Iterator[MachineEdge
         yield edge
     finally:
         edge.remove()
-
-
-def machine(**fields: Any) -> MicroVM:
-    """Of the size whose template all tests share."""
-    sizes = {
-        "cpu": LIMITS.cpu,
-        "memory": LIMITS.memory_bytes,
-        "disk": LIMITS.disk_bytes,
-        "inodes": LIMITS.inodes,
-        "pids": LIMITS.pids,
-        "open_files": LIMITS.open_files,
-    }
-    return MicroVM(**{"image": BASE, **sizes, **fields})

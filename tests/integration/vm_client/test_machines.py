@@ -11,7 +11,7 @@ import pytest
 
 import opendsec as od
 from opendsec.client.aio import Sandbox
-from tests.integration.vm_client.conftest import MachineEdge, machine
+from tests.machine_edges import MachineEdge, machine
 
 pytestmark = pytest.mark.slow
 TIMEOUT_S = 100.0
