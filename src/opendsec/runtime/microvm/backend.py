@@ -78,7 +78,7 @@ class MicroVMBackend(VmBackend):
         """`waiting`: machines that wait for each template in use; 0: none do. `shared`: another place for kernels and QEMU's files."""
         super().__init__(edge_id=edge_id, root=root, run_dir=run_dir, containers=containers, accel=accel, missing=missing)
         self.parts = Parts(self.store, guestd=guestd, shared=shared)
-        self.templates = Templates(self.store, self.parts, spawner=containers.spawner, place=self._template_place, poller=self.poller)
+        self.templates = Templates(self.store, self.parts, spawner=containers.spawner, place=self.template_place, poller=self.poller)
         self.pool = Pool(waiting, make=self._make_waiting, discard=self._discard, room=has_room)
         self._uids = 0
 
@@ -87,7 +87,8 @@ class MicroVMBackend(VmBackend):
         await self.templates.close()
         await super().close()
 
-    def _template_place(self, machine: Machine, cpu: float) -> Place:
+    def template_place(self, machine: Machine, cpu: float) -> Place:
+        """For a machine that belongs to no sandbox."""
         return self.place_named(self.new_machine(), machine, uid=self._new_uid(), cpu=cpu, root=self.parts.programs().root)
 
     def _new_uid(self) -> int:

@@ -23,6 +23,7 @@ from opendsec.runtime.vmm.qmp import short_path
 
 QMP_SOCKET, CHANNEL_SOCKET, AGENT_SOCKET = "qmp", "guest", "agent"
 ERRORS_FIFO, SERIAL_FIFO = "errors", "serial"
+FIRST_UID = 65_536  # below it are the host's own
 ENVIRONMENT = {b"PATH": b"/usr/bin", b"TMPDIR": b"/tmp"}
 
 
@@ -109,6 +110,8 @@ def prepare(
 
 def plan_of(place: Place, words: Sequence[str], files: Sequence[Inside], opened: Sequence[Opened], numbers: Sequence[int]) -> Message:
     """What `kernel.machine.start` takes. Lets the place's user get at `files`. `numbers`: of the descriptors that come along."""
+    if place.uid < FIRST_UID:
+        raise ValueError(f"{place.uid} is a user of the host")
     for file in files:
         admit(file, place.uid)
     return {
