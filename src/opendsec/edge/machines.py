@@ -55,7 +55,7 @@ class Machines:
             parts = self.microvms.parts
             programs, boot = await asyncio.to_thread(parts.programs), await asyncio.to_thread(parts.boot_image)
             machine = Machine(kind="microvm", cpus=1, memory_bytes=probe.MEMORY_BYTES, kernel=str(boot.path), channel=False, balloon=False)
-            place = self.microvms.place_for_nobody(machine)
+            place = self.microvms.template_place(machine, 1.0)
             spawner = await self._containers.spawner()
             found = await probe.accelerator(spawner, programs, boot.path, place, self._root / "accelerator.json")
         except OpenDSecError as error:
