@@ -258,6 +258,26 @@ async def test_output_that_nobody_reads_is_bounded_by_credit(line: Line) -> None
     assert (await running.exited).signal == 9
 
 
+async def test_a_byte_a_frame_does_not_hold_up_the_others(line: Line) -> None:
+    """However much has come, each turn of the loop takes a bounded part of it, and in order."""
+    _, asked, (out, _) = await line.command()
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    other = asyncio.ensure_future(others())
+    data = bytes(number % 251 for number in range(8000))
+    await line.guest.say(b"".join(frame(wire.DATA, asked.id, data[at : at + 1], 1) for at in range(len(data))))
+    await line.channel.ping()
+    other.cancel()
+    assert turns >= len(data) // channel_module.FRAMES_A_TURN
+    assert os.read(out, 10_000) == data
+
+
 async def test_a_flood_about_what_is_over_is_bounded(line: Line) -> None:
     running, asked, _ = await line.command()
     await line.guest.say(

@@ -47,6 +47,7 @@ MAX_SKIPPED = 64 << 20  # what a former connection left behind before the answer
 RECEIVE_BYTES = 256 << 10
 HIGH_BYTES, LOW_BYTES = 1 << 20, 256 << 10  # waiting to be sent, before descriptors are read on
 NEEDLE_AT = 10  # in a header: what comes after its type, which may be that of an error
+FRAMES_A_TURN = 256  # so that a guest that sends a byte a frame does not hold up the others
 GATHERED = 64  # pieces sent by one system call
 CROSSING_EVENTS = 16  # that a guest may have sent about a command before it heard of its end
 MAX_ERRNO = 4095
@@ -95,6 +96,7 @@ class Channel:
         self._sock: socket.socket | None = None
         self._buffer = memoryview(bytearray(RECEIVE_BYTES))
         self._begin = self._end = 0  # of what is in it
+        self._behind = False  # there is more in it than one turn of the loop may take
         self._needle = b""  # of the answer to HELLO, while it is looked for
         self._skipped = 0
         self._out: deque[bytes | memoryview] = deque()
@@ -442,7 +444,7 @@ class Channel:
     def _on_ready(self) -> None:
         if self._out or self._waiting:
             self._flush()
-        if self._sock is None:
+        if self._sock is None or self._behind:
             return
         try:
             got = self._sock.recv_into(self._buffer[self._end :])
@@ -455,6 +457,14 @@ class Channel:
             self._break("the connection to the guest was closed")
             return
         self._end += got
+        self._handle()
+
+    def _go_on(self) -> None:
+        self._behind = False
+        if self._sock is not None:
+            self._handle()
+
+    def _handle(self) -> None:
         try:
             if not self._needle or self._seek():
                 self._parse()
@@ -481,12 +491,17 @@ class Channel:
         return False
 
     def _parse(self) -> None:
-        buffer, size = self._buffer, wire.HEADER_BYTES
+        buffer, size, budget = self._buffer, wire.HEADER_BYTES, FRAMES_A_TURN
         while self._end - self._begin >= size:
             head = wire.parse_header(buffer, self._begin)
             whole = size + head.length
             if self._end - self._begin < whole:
                 break
+            if not budget:
+                self._behind = True
+                self._loop.call_soon(self._go_on)
+                return
+            budget -= 1
             payload = buffer[self._begin + size : self._begin + whole]
             self._begin += whole
             self._frame(head, payload)

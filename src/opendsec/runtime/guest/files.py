@@ -321,6 +321,8 @@ class GuestWriter:
 def failure(error: Refused, path: bytes, field: str = "path") -> OpenDSecError:
     """The contract's error for the guest's."""
     said = error.strerror or ""
+    if error.errno == errno.EAGAIN and said.startswith("more than"):
+        return Unavailable(f"the guest is at work on as many files as it can: {said}")
     if said.startswith(_USER_PROBLEMS):
         return InvalidRequest(said, field="user")
     return from_os_error(OSError(error.errno, said), path, field)
