@@ -92,12 +92,12 @@ class VmNode:
     """What a backend of microVMs needs around it, in a directory of the test's. `make` gives a started backend of the same edge, each time
     another one."""
 
-    def __init__(self, directory: Path, *, waiting: int = 0) -> None:
+    def __init__(self, directory: Path, *, waiting: int = 0, edge_id: str = "") -> None:
         self.directory, self.waiting = directory, waiting
-        self.edge_id = new_id(EDGE)
+        self.edge_id = edge_id or new_id(EDGE)
         self.store = VmStore(directory / "vm")
         for name in ("run", "staging"):
-            (directory / name).mkdir(mode=0o755)
+            (directory / name).mkdir(mode=0o755, exist_ok=True)
         directory.chmod(0o755)
         self.containers = ContainerBackend(
             edge_id=self.edge_id, scratch=TmpfsScratch(), staging=directory / "staging", lock=directory / "spawner.lock"

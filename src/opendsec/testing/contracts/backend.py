@@ -111,6 +111,9 @@ async def started(handle: Handle, wanted: ExecPlan, *, stdin: bytes = b"") -> As
         os.write(give, stdin)  # less than a pipe holds
         os.close(give)
         running = await handle.exec(wanted, stdin=given, stdout=into, stderr=into)
+    except BaseException:
+        os.close(out)
+        raise
     finally:
         os.close(given)
         os.close(into)
