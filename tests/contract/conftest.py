@@ -78,6 +78,7 @@ async def running_edge(kind: str) -> AsyncGenerator[Edge, None]:
                 token=TOKEN,
                 socket=str(local.settings.socket),
                 **(MACHINE if "microvm" in kind else {}),
+                **({"ttl_s": 4.0} if kind == "microvm" else {}),
             )
 
 

@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from opendsec.api.errors import Unavailable
 from opendsec.api.sandboxes import Event
 from opendsec.edge.journal import Journal, NewerFormat
-from opendsec.edge.tables import APPLICATION_ID, SCHEMA, MemberRow, Retention, SandboxRow
+from opendsec.edge.tables import ADDED, APPLICATION_ID, SCHEMA, MemberRow, Retention, SandboxRow, SnapshotRow
 
 
 @pytest.fixture
@@ -210,3 +212,36 @@ def test_a_journal_of_the_first_format_gets_the_tables_of_pools(tmp_path: Path) 
     journal.drop_member("sb_1")
     assert journal.pools() == {} and journal.members() == []
     journal.close()
+
+
+def test_a_journal_of_the_second_format_gets_what_pauses_and_snapshots_need(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    db = sqlite3.connect(path)
+    db.executescript(f"{SCHEMA} {ADDED[2]} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = 2;")
+    db.execute("INSERT INTO templates VALUES (1, ?, ?)", (b"d" * 32, b"{}"))
+    old = msgspec.structs.astuple(row(1))[:-2]
+    db.execute(f"INSERT INTO sandboxes VALUES ({','.join('?' * len(old))})", old)
+    db.commit()
+    db.close()
+    with contextlib.closing(Journal(path)) as journal:
+        assert journal.sandboxes() == [row(1)]
+        paused = replace(row(1), state="paused", turning="resume")
+        journal.update_sandbox(paused)
+        kept = SnapshotRow(id="snap_1", name="s", kept=True, template=1, backend="microvm", sandbox_id="sb_1", created_at=1.0)
+        journal.put_snapshot(kept)
+        journal.put_snapshot(replace(kept, record=b"r"))
+        assert journal.snapshots() == [replace(kept, record=b"r")]
+        assert journal.sandboxes() == [paused]
+        journal.drop_snapshot("snap_1")
+        assert journal.snapshots() == []
+
+
+def test_commands_of_paused_sandboxes_stay_under_way(journal: Journal) -> None:
+    template = journal.template(b"d" * 32, b"{}")
+    journal.insert_sandbox(row(1, template=template))
+    journal.insert_sandbox(replace(row(2, template=template), state="paused"))
+    for number in (1, 2):
+        journal.begin_command(f"proc_{number}", row(number).id, "run", None, "sleep", 1.0)
+    assert journal.end_all_commands(2.0) == 1
+    assert journal.commands_under_way() == journal.commands_under_way(row(2).id) == {"proc_2"}
+    assert journal.end_all_commands(3.0, row(2).id) == 1 and not journal.commands_under_way()

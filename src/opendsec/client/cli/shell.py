@@ -17,6 +17,7 @@ def shell(
     memory: c.Memory = "512MiB",
     disk: c.Disk = "1GiB",
     layer: c.Layers = None,
+    backend: c.Backend = c.BackendName.container,
     env: c.Env = None,
     user: c.User = None,
     workdir: c.Cwd = None,
@@ -26,7 +27,6 @@ def shell(
     import os
 
     from opendsec.api.ids import SANDBOX
-    from opendsec.api.spec import Container
     from opendsec.client._core import CommandOptions
     from opendsec.client.aio import Sandbox
 
@@ -44,7 +44,20 @@ def shell(
         async with c.connect(address) as client:
             if target.startswith(f"{SANDBOX}_"):
                 return await inside(client.sandbox(target))
-            spec = Container(image=target, cpu=cpu, memory=memory, disk=disk, layers=tuple(layer or ()), ttl_idle_s=c.ABANDONED_S)
+            spec = c.spec(
+                target,
+                cpu=cpu,
+                memory=memory,
+                disk=disk,
+                pids=512,
+                layers=layer,
+                labels=None,
+                policy="default",
+                hostname="",
+                ttl=None,
+                ttl_idle=c.ABANDONED_S,
+                backend=backend,
+            )
             async with await client.create(spec) as box:
                 return await inside(box)
 

@@ -55,6 +55,7 @@ class Edge:
     memory: str = "64MiB"
     disk: str = "64MiB"
     backend: str = "container"
+    ttl_s: float = 0.5  # long enough to be made and looked at
 
     def spec(self, **fields: object) -> dict[str, object]:
         return {"backend": self.backend, "image": self.image, "memory": self.memory, "disk": self.disk, **fields}
@@ -231,11 +232,11 @@ async def kills_once_for_one_action_id(edge: Edge) -> None:
 
 @check
 async def ends_at_its_absolute_ttl(edge: Edge) -> None:
-    async with edge.box(ttl_s=0.5) as box:
+    async with edge.box(ttl_s=edge.ttl_s) as box:
         event = await edge.wait_event("sandbox.stopped", box_id(box))
         shown = await edge.call(SandboxInfo, "GET", box)
         assert (shown.state, shown.message) == ("stopped", "its ttl_s has passed")
-        assert shown.expires_at is not None and event.at >= shown.expires_at == shown.created_at + 0.5
+        assert shown.expires_at is not None and event.at >= shown.expires_at == shown.created_at + edge.ttl_s
         assert box_id(box) not in edge.occupied()
 
 
@@ -590,7 +591,7 @@ async def survives_a_restart(edge: Edge) -> None:
 
 @check
 async def keeps_deadlines_over_a_restart(edge: Edge) -> None:
-    async with edge.box(ttl_s=1.0) as box:
+    async with edge.box(ttl_s=2 * edge.ttl_s) as box:
         shown = await edge.call(SandboxInfo, "GET", box)
         await edge.restart()
         assert (await edge.call(SandboxInfo, "GET", box)).expires_at == shown.expires_at
