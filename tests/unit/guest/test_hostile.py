@@ -501,6 +501,31 @@ async def test_the_end_waits_for_output_that_is_under_way(line: Line) -> None:
     assert running.alive_children()
 
 
+async def test_a_command_takes_few_turns_of_the_loop(line: Line) -> None:
+    """From the question to the end, beyond what the guest takes: each turn is latency when an edge is busy."""
+
+    def at_once(asked: Frame) -> bytes:
+        ends = frame(wire.EOF, asked.id, b"", 1) + frame(wire.EOF, asked.id, b"", 2)
+        return answer(asked, wire.u64(7)) + frame(wire.EXIT, asked.id, exit_payload(0)) + ends
+
+    line.guest.replies[wire.EXEC] = at_once
+    loop, turns, over = asyncio.get_running_loop(), 0, False
+
+    def turn() -> None:
+        nonlocal turns
+        turns += 1
+        if not over:
+            loop.call_soon(turn)
+
+    asking = asyncio.ensure_future(line.command())
+    await line.guest.hear(wire.EXEC)
+    turn()
+    running, _, _ = await asking
+    await running.exited
+    over = True
+    assert turns <= 8, turns
+
+
 async def test_identity_must_be_confirmed(line: Line) -> None:
     line.guest.replies[wire.IDENTITY] = lambda asked: answer(asked, wire.u32(wire.DONE_SEED | wire.DONE_CLOCK) + wire.u32(0) + bytes(32))
     assert (await line.channel.identity()).fresh == bytes(32)
