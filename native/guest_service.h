@@ -29,7 +29,7 @@ static int own_group(void)
 
 static void start_service(int argc, char **argv)
 {
-	const char *root = "/", *group = NULL, *port = NULL;
+	const char *root = "/", *group = NULL, *port = NULL, *disk = NULL;
 	int fd = -1;
 	for (int i = 1; i + 1 < argc; i += 2) {
 		if (!strcmp(argv[i], "--root"))
@@ -38,13 +38,15 @@ static void start_service(int argc, char **argv)
 			group = argv[i + 1];
 		else if (!strcmp(argv[i], "--port"))
 			port = argv[i + 1];
+		else if (!strcmp(argv[i], "--disk"))
+			disk = argv[i + 1];
 		else if (!strcmp(argv[i], "--fd"))
 			fd = atoi(argv[i + 1]);
 		else
 			fail(argv[i], EINVAL);
 	}
 	if (argc % 2 == 0 || (fd < 0) == (port == NULL))
-		fail("usage: dsec-guestd --port PATH | --fd N [--root DIR] [--cgroup DIR]", EINVAL);
+		fail("usage: dsec-guestd --port PATH | --fd N [--root DIR] [--cgroup DIR] [--disk DIR]", EINVAL);
 	guest.port_is_socket = fd >= 0;
 	guest.port = fd >= 0 ? fcntl(fd, F_DUPFD_CLOEXEC, RESERVED_FDS) : open(port, O_RDWR | O_CLOEXEC | O_NOCTTY);
 	if (guest.port < 0)
@@ -55,6 +57,9 @@ static void start_service(int argc, char **argv)
 	guest.proc = open("/proc", O_PATH | O_DIRECTORY | O_CLOEXEC);
 	if (guest.root < 0 || guest.proc < 0)
 		fail(root, errno);
+	guest.disk = disk ? open(disk, O_RDONLY | O_DIRECTORY | O_CLOEXEC) : -1;
+	if (disk && guest.disk < 0)
+		fail(disk, errno);
 	guest.chroots = strcmp(root, "/") != 0;
 	use_group(group ? open(group, O_RDONLY | O_DIRECTORY | O_CLOEXEC) : own_group());
 	if (group && guest.group < 0)

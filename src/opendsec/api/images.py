@@ -62,6 +62,23 @@ class DebianSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     variant: Literal["essential", "minbase", "apt"] = "minbase"
 
 
+class DebianDiskSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="debian-disk"):
+    """A whole disk that boots a Debian suite, for VMs, with the agent as a service; made as `DebianSource`. `size_bytes` 0: as large as it
+    has to be. With `desktop` it has a screen's worth of software: an X server, a window manager, a text editor."""
+
+    suite: str = ""
+    packages: tuple[str, ...] = ()
+    desktop: bool = False
+    size_bytes: int = 0
+
+
+class DiskSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="disk"):
+    """A disk image, for VMs: a file of the edge's machine. Accepted only over the unix socket. It has to be whole in itself."""
+
+    path: str
+    format: Literal["raw", "qcow2", "vmdk", "vhdx", "vpc", "vdi"]
+
+
 class DockerfileSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="dockerfile"):
     """A Dockerfile and its context. The context is a directory of the edge's machine: accepted only over the unix socket.
 
@@ -83,7 +100,7 @@ class BuildRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Build one layer. `kind` "base": an image `name` is made of it. Otherwise the layer is named `kind:name@version`."""
 
     name: str
-    source: DirectorySource | DebianSource | DockerfileSource
+    source: DirectorySource | DebianSource | DockerfileSource | DebianDiskSource | DiskSource
     kind: LayerKind = "base"
     version: str = "1"
     config: ImageConfig = ImageConfig()

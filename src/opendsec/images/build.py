@@ -12,6 +12,7 @@ from opendsec.api.errors import Denied, InvalidRequest, Unsupported
 from opendsec.api.images import (
     BuildEvent,
     BuildRequest,
+    DebianDiskSource,
     DebianSource,
     DirectorySource,
     Finding,
@@ -28,7 +29,7 @@ from opendsec.images.upper import UpperSource
 from opendsec.images.waiting import in_thread
 from opendsec.images.worker import OUT, Job, Line
 
-Source = DirectorySource | DebianSource | UpperSource
+Source = DirectorySource | DebianSource | DebianDiskSource | UpperSource
 
 
 def check(request: BuildRequest, *, allow_host_paths: bool) -> LayerName:
@@ -44,6 +45,10 @@ def check(request: BuildRequest, *, allow_host_paths: bool) -> LayerName:
             raise InvalidRequest("must not be empty", field=field)
     if isinstance(request.source, DebianSource):
         debian.check(request.source)
+        return name
+    if isinstance(request.source, DebianDiskSource):
+        debian.check(DebianSource(suite=request.source.suite, packages=request.source.packages))
+        spec.check_integer(request.source.size_bytes, "source.size_bytes", (0, spec.VM_DISK_BYTES[1]))
         return name
     if not isinstance(request.source, DirectorySource):
         raise Unsupported("a Dockerfile makes several layers, not one", field="source")  # what runs its steps calls us for each
@@ -79,7 +84,7 @@ async def build(store: ImageStore, request: BuildRequest, *, progress: Progress,
     missing), Internal. Cancelling kills all that was started, waits for its end and removes what was made; then it goes on.
     """
     name = check(request, allow_host_paths=allow_host_paths)
-    assert isinstance(request.source, DirectorySource | DebianSource)
+    assert isinstance(request.source, DirectorySource | DebianSource | DebianDiskSource)
     made = await make_layer(store, request.source, request.kind, exclude=request.exclude, progress=progress)
     result = await in_thread(_name, store, request, name, made.digest)
     if isinstance(result, ImageInfo):

@@ -135,9 +135,12 @@ def check(source: DebianSource) -> None:
 # --- the build -----------------------------------------------------------------------------------------------------
 
 
-def bootstrap(source: DebianSource, target: Path, work: Path, *, etc: Path = Path("/etc"), log: Callable[[str], None]) -> None:
+def bootstrap(
+    source: DebianSource, target: Path, work: Path, *, etc: Path = Path("/etc"), log: Callable[[str], None], essential_hook: str = ""
+) -> None:
     """Install the base tree at `target` (a new directory), keeping helper files in `work`. The caller is root, in a mount and pid
-    namespace of its own, which take everything that mmdebstrap starts and mounts along when they end.
+    namespace of its own, which take everything that mmdebstrap starts and mounts along when they end. `essential_hook`: shell, run between
+    the essential packages and the others; `$1` is the tree.
 
     Raises InvalidRequest (suite, packages), Unavailable (no mmdebstrap, archives unreachable) with the end of what it said.
     """
@@ -147,6 +150,8 @@ def bootstrap(source: DebianSource, target: Path, work: Path, *, etc: Path = Pat
     command = ["mmdebstrap", "--mode=root", "--format=directory", f"--variant={source.variant}", "--skip=output/dev"]
     command += [f"--include={package}" for package in source.packages]
     command += [f"--aptopt={option}" for option in _apt_options()]
+    if essential_hook:
+        command.append(f"--essential-hook={essential_hook}")
     command += ["--", suite, os.fspath(target), os.fspath(sources)]
     said: list[str] = []
     try:

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from opendsec.api.errors import InvalidRequest
-from opendsec.api.images import DebianSource, DirectorySource, Finding, LayerKind
+from opendsec.api.images import DebianDiskSource, DebianSource, DirectorySource, Finding, LayerKind
 from opendsec.images import debian, directory, erofs, job, tree, upper
+from opendsec.images.disks import debian as debian_disk
 from opendsec.images.layers import DATA, LayerRecord, describe
 from opendsec.images.upper import UpperSource
 
@@ -21,7 +22,7 @@ OUT = "out"  # the directory of `Job.work` where the files lie at the end
 
 
 class Job(job.Job, frozen=True, kw_only=True):
-    source: DirectorySource | DebianSource | UpperSource
+    source: DirectorySource | DebianSource | DebianDiskSource | UpperSource
     exclude: tuple[str, ...]
     kind: LayerKind
 
@@ -57,6 +58,9 @@ def _make(wanted: Job) -> LayerRecord:
         debian.bootstrap(wanted.source, root, work, log=_telling.log)
         debian.finish(root)
         path, prefix, keep_owner = root, "/", True
+    elif isinstance(wanted.source, DebianDiskSource):
+        path = debian_disk.make(wanted.source, work, log=_telling.log, step=_telling.step)
+        prefix, keep_owner = "/", False
     else:
         path, prefix, keep_owner = Path(wanted.source.path), wanted.source.prefix, wanted.source.owner == "keep"
     _telling.step("reading the tree")

@@ -56,7 +56,7 @@ class MicroVMBackend(VmBackend):
     """See `runtime.backend.Backend`."""
 
     name = NAME
-    cannot = (
+    cannot: tuple[tuple[str, str], ...] = (
         ("network", "no policy can be held over it yet"),
         ("pack", "what a VM has written cannot be packed yet"),
         ("screen", "a microVM has none"),
@@ -80,6 +80,8 @@ class MicroVMBackend(VmBackend):
         self.parts = Parts(self.store, guestd=guestd, shared=shared)
         self.templates = Templates(self.store, self.parts, spawner=containers.spawner, place=self.template_place, poller=self.poller)
         self.pool = Pool(waiting, make=self._make_waiting, discard=self._discard, room=has_room)
+        # More at once would only make each wait for the others, until one is taken for dead.
+        self._starts = asyncio.Semaphore(max(2, 2 * (os.cpu_count() or 1)))
         self._uids = 0
 
     async def close(self) -> None:
@@ -138,8 +140,9 @@ class MicroVMBackend(VmBackend):
         """A clone of the template, or of a snapshot's memory."""
         box = self._box(placement, template, self.new_machine(), placement.uid_base, chain, memory)
         await in_thread(self._lay_out, box)
-        vmm = await self._load(box, template)
-        return await self._introduce(box, placement, vmm, await self._or_kill(vmm, self._first_word(vmm)))
+        async with self._starts:
+            vmm = await self._load(box, template)
+            return await self._introduce(box, placement, vmm, await self._or_kill(vmm, self._first_word(vmm, box.options.profile)))
 
     def _box(self, placement: Placement, template: Template, machine: str, uid: int, chain: tuple[str, ...], memory: str = "") -> BoxState:
         return BoxState(
@@ -266,14 +269,14 @@ class MicroVMBackend(VmBackend):
         await self._or_kill(vmm, vmm.load(devices))
         return vmm
 
-    async def _first_word(self, vmm: Vmm) -> Channel:
+    async def _first_word(self, vmm: Vmm, profile: str = "") -> Channel:
         sock = await vmm.channel()
         try:
             await vmm.cont()
         except BaseException:
             sock.close()
             raise
-        return await Channel.open(sock, poller=self.poller())
+        return await self.open_channel(sock, profile)
 
     async def identify(self, channel: Channel, hostname: str, pids: int) -> None:
         """Raises Unavailable or SandboxLost if it stays who its template was."""
@@ -309,7 +312,7 @@ class MicroVMBackend(VmBackend):
             return handle
         fresh, vmm, sock = await self._bring_back(box, template)
         try:
-            channel = await Channel.open(sock, poller=self.poller())
+            channel = await self.open_channel(sock, box.options.profile)
             await channel.clock()
             handle = VmHandle(self, fresh, vmm, channel)
             await handle.end_commands(cut)
@@ -335,7 +338,8 @@ class MicroVMBackend(VmBackend):
     async def _bring_back(self, box: BoxState, template: Template) -> tuple[BoxState, Vmm, socket.socket]:
         """A paused machine, running, and a connection to its guest. If this raises it is paused still: it has not run."""
         fresh = msgspec.structs.replace(box, machine=self.new_machine())
-        vmm = await self._load(fresh, template)
+        async with self._starts:
+            vmm = await self._load(fresh, template)
         sock: socket.socket | None = None
         try:
             sock = await vmm.channel()

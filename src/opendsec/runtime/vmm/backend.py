@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -109,6 +110,10 @@ class VmBackend:
             self._poller = Poller()
         return self._poller
 
+    async def open_channel(self, sock: socket.socket, profile: str) -> Channel:
+        """A channel to a guest over a connection to its port, which is the channel's from now on. `profile`: of a full VM."""
+        return await Channel.open(sock, poller=self.poller())
+
     def _top(self) -> cgroups.Group:
         return self.containers.hierarchies.group(f"{edge_group(self.edge_id)}-{self.name}")
 
@@ -205,7 +210,7 @@ class VmBackend:
             box = await self._disk_of(vmm, box)
             if await vmm.status() == "paused":  # an edge that died while it stood still leaves it so
                 await vmm.cont()
-            channel = await Channel.open(await vmm.channel(), poller=self.poller())
+            channel = await self.open_channel(await vmm.channel(), box.options.profile)
             await channel.thaw_disk()
             await channel.usage()
             handle = VmHandle(self, box, vmm, channel)

@@ -30,6 +30,7 @@ from opendsec.runtime.guest.channel import Channel
 from opendsec.runtime.vmm import process, saving
 from opendsec.runtime.vmm.process import Vmm
 from opendsec.runtime.vmm.records import record_of
+from opendsec.runtime.vmm.screen import VmScreen
 from opendsec.runtime.vmm.store import BoxState
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class VmHandle:
         self._vmm: Vmm | None = None
         self._destroying: asyncio.Future[None] | None = None
         self._losing: asyncio.Future[None] | None = None
+        size = (box.options.width, box.options.height)
+        self._screen = VmScreen(lambda: self.vmm, size) if all(size) else None
         self.hold(vmm)
         channel.broken.add_done_callback(self._on_broken)
         backend.handles[box.sandbox_id] = self
@@ -188,7 +191,7 @@ class VmHandle:
 
     @property
     def screen(self) -> Screen | None:
-        return None
+        return self._screen
 
     # --- end -----------------------------------------------------------------------------------------------------------
 

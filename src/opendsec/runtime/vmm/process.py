@@ -24,7 +24,7 @@ from opendsec.kernel import procfs, syscalls
 from opendsec.kernel.fds import reopen
 from opendsec.runtime.backend import Exit
 from opendsec.runtime.spawn import Spawner, SpawnError, close_all
-from opendsec.runtime.vmm import arguments, memory, profile
+from opendsec.runtime.vmm import arguments, blocks, memory, profile
 from opendsec.runtime.vmm.arguments import Accel
 from opendsec.runtime.vmm.console import Tail
 from opendsec.runtime.vmm.diagnosis import SHUTDOWN_REASONS, diagnosis
@@ -64,6 +64,7 @@ class VmmRecord(msgspec.Struct, frozen=True, kw_only=True):
     channel: bool = True
     ram: str = ""
     ram_shared: bool = False
+    blocks: bool = False  # whether devices have memory of their own
 
 
 class Vmm:
@@ -127,6 +128,7 @@ class Vmm:
                     memory_bytes=machine.memory_bytes,
                     ram=machine.ram.path,
                     ram_shared=machine.ram.shared,
+                    blocks=machine.display is not None or machine.firmware is not None,
                 )
                 vmm = cls(record, pidfd, answer.exited)
             except BaseException:
@@ -224,6 +226,9 @@ class Vmm:
                 await self.remove_fd(number)
             if not os.fstat(fd).st_size:
                 raise Internal("QEMU wrote no device state")
+            if self.record.blocks:
+                found = await self._blocks()
+                await self._or_dead(lambda: blocks.append(self.pid, found, path))
         except BaseException:
             os.unlink(path)
             raise
@@ -232,6 +237,9 @@ class Vmm:
 
     async def load(self, path: Path) -> None:
         """Take the state in `path`; the machine was started with `incoming`. It stands still until `cont`."""
+        if self.record.blocks:
+            found = await self._blocks()
+            await self._or_dead(lambda: blocks.restore(self.pid, found, path))
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             number, name = await self.add_fd(fd)
@@ -249,6 +257,20 @@ class Vmm:
             detail = answer.get("error-desc", "") if isinstance(answer, dict) else ""
             raise Internal(f"QEMU refused the device state: {detail or self._errors.text()[-300:]}".rstrip())
         await self.remove_fd(number)
+
+    async def _blocks(self) -> list[blocks.Block]:
+        """Memory of devices."""
+        told = await self.call("human-monitor-command", command_line="info ramblock")
+        return blocks.parse(told if isinstance(told, str) else "")
+
+    async def _or_dead(self, work: Callable[[], None]) -> None:
+        """Something with its memory, in a thread. Raises SandboxLost if it fails because QEMU is dead."""
+        try:
+            await asyncio.to_thread(work)
+        except OSError as error:
+            if self.alive():
+                raise
+            raise SandboxLost("QEMU died while its memory was used") from error
 
     async def dump_memory(self, to: Path) -> int:
         """Write the guest's memory to a new file; the machine has to be stopped. Of memory that lies privately on a base, what differs

@@ -68,7 +68,7 @@ async def _pause(handle: VmHandle) -> None:
 
 
 def _drop_older(folder: Path, box: BoxState) -> None:
-    kept = {"box.json", f"disk-{box.generation}.qcow2", f"ram-{box.saves}", f"devices-{box.saves}"}
+    kept = {"box.json", "variables", f"disk-{box.generation}.qcow2", f"ram-{box.saves}", f"devices-{box.saves}"}
     for path in folder.iterdir():
         if path.name not in kept:
             path.unlink(missing_ok=True)
@@ -166,7 +166,7 @@ async def top_node(vmm: Vmm) -> str:
     answer = await vmm.call("query-block")
     for device in answer if isinstance(answer, list) else ():
         inserted = device.get("inserted") or {}
-        if not inserted.get("ro", True) and isinstance(inserted.get("node-name"), str):
+        if not inserted.get("ro", True) and isinstance(inserted.get("node-name"), str) and inserted["node-name"] != "variables":
             return str(inserted["node-name"])
     raise Internal("QEMU has no disk to write to")
 

@@ -58,6 +58,9 @@ class Template(msgspec.Struct, frozen=True, kw_only=True):
     scratch: str  # name of the empty file system
     scratch_bytes: int
     disks: tuple[str, ...]
+    profile: str = ""  # of a full VM, as all that follows
+    width: int = 0
+    height: int = 0
 
     @property
     def disk(self) -> str:

@@ -60,6 +60,9 @@ class Wanted:
     disk_bytes: int
     inodes: int
     disks: tuple[str, ...] = ()
+    profile: str = ""  # of a full VM, as all that follows
+    width: int = 0
+    height: int = 0
 
 
 def cpus_of(limits: Limits) -> int:
@@ -95,6 +98,8 @@ def kernel_arguments(layers: int, *, accel: Accel, khz: int) -> str:
 
 class Templates:
     """Those of one store. `place`: a place to run in for a machine of a given name."""
+
+    boot_timeout_s = BOOT_TIMEOUT_S
 
     def __init__(
         self,
@@ -217,7 +222,7 @@ class Templates:
         channel = None
         try:
             try:
-                channel = await Channel.open(await vmm.channel(), poller=self._poller(), timeout_s=BOOT_TIMEOUT_S)
+                channel = await Channel.open(await vmm.channel(), poller=self._poller(), timeout_s=self.boot_timeout_s)
                 async with asyncio.timeout(WARM_TIMEOUT_S):
                     await warm_up(channel)
                 await channel.detach()

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Full virtual machines: firmware, a disk image, a screen."""

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Templates of full machines: booted once from their image's disk, by their firmware, up to the moment at which guestd waits.
+
+What has no guestd has no such moment. Its template is an empty memory and an empty disk over the image's, and what comes of it boots.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from opendsec.api.errors import InvalidRequest
+from opendsec.images.waiting import in_thread
+from opendsec.kernel import procfs
+from opendsec.runtime.vm import firmware
+from opendsec.runtime.vm.images import Disks
+from opendsec.runtime.vm.profiles import PROFILES, Profile
+from opendsec.runtime.vmm import disks
+from opendsec.runtime.vmm.machine import Disk, Display, Firmware, Image, Machine, Ram
+from opendsec.runtime.vmm.store import Layer, Template, write
+from opendsec.runtime.vmm.templates import WARM_UP, Templates, Wanted
+
+FORMAT = 1  # raise it when something else about a booted machine changes
+VARIABLES = "variables"
+BOOT_TIMEOUT_S = 300.0
+"""Ten times what an emulated boot of a whole system takes."""
+
+
+class DiskTemplates(Templates):
+    """See the module. `images` must be given before anything is asked for."""
+
+    boot_timeout_s = BOOT_TIMEOUT_S
+    images: Disks
+
+    def key(self, wanted: Wanted) -> str:
+        profile = PROFILES[wanted.profile]
+        facts = {
+            "format": FORMAT,
+            "qemu": self._parts.programs().digest,
+            "firmware": "" if profile.firmware == "bios" else firmware.find(secure=profile.firmware == "secure").digest(),
+            "profile": repr(profile),
+            "display": (wanted.width, wanted.height),
+            "accel": wanted.accel,
+            "cpu": procfs.cpu_model() if wanted.accel == "kvm" else "max",
+            "layers": [layer.digest for layer in wanted.layers],
+            "cpus": wanted.cpus,
+            "memory": wanted.memory_bytes,
+            "disk": wanted.disk_bytes,
+            "disks": wanted.disks,
+            "warm": WARM_UP,
+        }
+        return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:24]
+
+    def machine(self, template: Template, layers: Sequence[Layer], own: Path, frozen: Sequence[str], ram: Path) -> Machine:
+        return self._machine(template, own, [self._store.disk(one) for one in frozen], Ram(str(ram), shared=False), incoming=True)
+
+    def _machine(self, template: Template, own: Path, frozen: Sequence[Path], ram: Ram, *, incoming: bool) -> Machine:
+        """`own`: the disk; the variables of its firmware lie beside it."""
+        profile = PROFILES[template.profile]
+        backing = (*(Image(str(path), "qcow2") for path in reversed(frozen)), Image(str(self.images.path(template.layers[0])), "raw"))
+        uefi = None
+        if profile.firmware != "bios":
+            found = firmware.find(secure=profile.firmware == "secure")
+            uefi = Firmware(str(found.code), str(own.with_name(VARIABLES)), secure=profile.firmware == "secure")
+        return Machine(
+            kind=profile.board,
+            cpus=template.cpus,
+            memory_bytes=template.memory_bytes,
+            ram=ram,
+            firmware=uefi,
+            disks=(Disk(id="scratch", path=str(own), format="qcow2", backing=backing, boot_index=1, bus=profile.bus),),
+            display=Display(template.width, template.height, vga=profile.vga) if template.width else None,
+            tpm=profile.tpm,
+            reboots=profile.reboots,
+            incoming=incoming,
+        )
+
+    async def _build(self, key: str, wanted: Wanted) -> Template:
+        self.boots += 1
+        profile = PROFILES[wanted.profile]
+        programs = await in_thread(self._parts.programs)
+        image = await in_thread(self.images.get, wanted.layers[0])
+        if wanted.disk_bytes < image.stat().st_size:
+            least = -(-image.stat().st_size // disks.MIB)
+            raise InvalidRequest(f"must be at least the size of the image's own disk, {least} MiB", field="spec.disk")
+        making = Path(tempfile.mkdtemp(prefix=".making-", dir=self._store.root / "templates"))
+        try:
+            template = Template(
+                key=key,
+                accel=wanted.accel,
+                qemu=programs.digest,
+                boot="",
+                layers=tuple(layer.digest for layer in wanted.layers),
+                cpus=wanted.cpus,
+                memory_bytes=wanted.memory_bytes,
+                scratch="",
+                scratch_bytes=-(-wanted.disk_bytes // disks.MIB) * disks.MIB,
+                disks=wanted.disks,
+                profile=wanted.profile,
+                width=wanted.width,
+                height=wanted.height,
+            )
+            ram, own = making / "ram", making / "disk"
+            ram.touch(mode=0o600)
+            os.truncate(ram, wanted.memory_bytes)
+            disks.write_overlay(own, template.scratch_bytes)
+            begin_variables(profile, making)
+            if profile.agent == "guestd":
+                frozen = [self._store.disk(one) for one in wanted.disks]
+                machine = self._machine(template, own, frozen, Ram(str(ram), shared=True), incoming=False)
+                await self._boot_and_save(replace(machine, reboots=False), making / "devices", wanted.accel)
+            await in_thread(_settle, making, template)
+            target = self._store.template(key)
+            shutil.rmtree(target, ignore_errors=True)  # one that could not be read
+            own.rename(self._store.disk(template.disk))
+            making.rename(target)
+            return template
+        finally:
+            shutil.rmtree(making, ignore_errors=True)
+
+
+def begin_variables(profile: Profile, folder: Path) -> None:
+    """Those that the firmware comes with."""
+    if profile.firmware != "bios":
+        target = folder / VARIABLES
+        target.write_bytes(firmware.find(secure=profile.firmware == "secure").variables.read_bytes())
+        target.chmod(0o600)
+
+
+def copy_variables(template: Path, folder: Path) -> None:
+    """Those of a template, for one of its clones."""
+    if (template / VARIABLES).exists():
+        disks.copy_sparse(template / VARIABLES, folder / VARIABLES)
+
+
+def _settle(making: Path, template: Template) -> None:
+    """What is published is on the disk, so a template that is there is whole."""
+    for path in making.iterdir():
+        os.chown(path, os.geteuid(), os.getegid())
+        path.chmod(0o444)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    write(making / "template.json", msgspec.json.encode(template), durable=True)
