@@ -95,7 +95,7 @@ class GuestFiles:
                     data={"resource": "entries", "limit": MAX_LISTED},
                 ) from error
             raise failure(error, path) from error
-        entries = [entry for part in parts for entry in self.read(part, lambda fields: fields.list(Fields.entry, limit=MAX_LISTED))]
+        entries = [entry for part in parts for entry in self.read(part, lambda fields: fields.list(_listed, limit=MAX_LISTED))]
         if len(entries) > MAX_LISTED:
             raise Conflict(f"{text(path)} has more entries than were asked for", field="path")
         return sorted((entry.info() for entry in entries), key=lambda info: info.raw_name)
@@ -336,6 +336,14 @@ def at_member(error: OpenDSecError, member: tarball.Member) -> OpenDSecError:
         return refused(member, "is a link to a directory")
     error.data["member"] = text(member.name)
     return error
+
+
+def _listed(fields: Fields) -> Entry:
+    """An entry of a directory: callers make paths of its name."""
+    entry = fields.entry()
+    if not 0 < len(entry.name) <= MAX_NAME_BYTES or b"/" in entry.name or entry.name in (b".", b".."):
+        raise WireError("a name that none can be")
+    return entry
 
 
 def named(entry: Entry, path: bytes) -> FileInfo:
