@@ -54,12 +54,17 @@ class Commands:
         self._outcomes: list[tuple[str, float, ExecResult]] = []  # of commands that ended since the last flush
 
     async def close(self) -> None:
-        """After the last request. Commands under way are killed, and end unknown; sandboxes live on."""
+        """After the last request. Commands under way are killed, and end unknown; sandboxes live on. Those of a paused sandbox cannot be
+        killed now: they stay under way in the journal, by which the edge that resumes it ends them."""
+        kept: set[str] = set()
         for box in self._node.boxes.values():
             if box.sessions is not None:
                 box.sessions.close()
             if box.commands is not None:
+                if box.state.phase == "paused":
+                    kept |= {one.id for one in box.commands.list() if one.state == "running"}
                 box.commands.close()
+        self._outcomes = [one for one in self._outcomes if one[0] not in kept]
         await self.execution.close()
 
     def _emit(self, kind: str, sandbox_id: str | None = None, **data: str | int | float | bool | None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from opendsec.api.errors import OpenDSecError
@@ -21,6 +22,7 @@ from opendsec.images.lazy.protocol import Event, LayerStats
 from opendsec.images.store import ImageStore
 
 if TYPE_CHECKING:
+    from opendsec.edge.box import Box
     from opendsec.edge.node import Node
 
 # What the loader says → kinds of our events.
@@ -115,7 +117,14 @@ def heard(node: Node, event: Event) -> None:
     with node.transaction():
         for box in list(node.boxes.values()):
             if box.state.phase in ("running", "paused") and any(layer.startswith(event.digest) for layer in box.template.layers):
-                node.apply(box, lifecycle.Died(node.clock.time(), why))
+                if box.turn is not None:  # what becomes of that does not matter
+                    box.turn.add_done_callback(partial(_lost, node, box, why))
+                else:
+                    node.apply(box, lifecycle.Died(node.clock.time(), why))
+
+
+def _lost(node: Node, box: Box, why: str, turn: object) -> None:
+    node.apply(box, lifecycle.Died(node.clock.time(), why))
 
 
 def _any_elsewhere(store: ImageStore) -> bool:

@@ -14,7 +14,9 @@ from opendsec.api.sandboxes import SandboxInfo
 from opendsec.edge import pausing
 from opendsec.edge.admission import Policy
 from opendsec.edge.commands import Commands
+from opendsec.edge.loading import heard
 from opendsec.edge.node import Node
+from opendsec.images.lazy.protocol import Event
 from opendsec.runtime.backend import Record
 from opendsec.testing.fakes.machines import FakeMachineHandle
 from tests.unit.edge.conftest import MIB, World, create, create_machines
@@ -290,3 +292,35 @@ async def test_the_machine_s_own_rules_for_its_sizes(node: Node) -> None:
         await create_machines(node, memory="64MiB")
     with pytest.raises(Unsupported, match="hardware"):
         await create_machines(node, hardware_virtualization=True)
+
+
+async def test_an_edge_that_is_stopped_leaves_the_commands_of_a_paused_sandbox_to_the_next(world: World, node: Node) -> None:
+    (info,) = await create_machines(node)
+    started = await commands(world).start(info.id, Command(argv=("sleep", "1000")))
+    await pausing.pause(node, info.id)
+    sandbox = world.machine.sandboxes[info.id]
+    killed = sandbox.kill_all
+    sandbox.kill_all = lambda process_id="": None  # type: ignore[method-assign]  # nobody can in a machine that has no process
+    await world.routes.close()
+    await node.close()
+    sandbox.kill_all = killed  # type: ignore[method-assign]
+    assert world.journal.commands_under_way() == {started.id}
+    world.journal.close()
+    node = await world.boot()
+    assert len(sandbox.processes()) == 1
+    await pausing.resume(node, info.id)
+    assert not sandbox.processes() and not world.journal.commands_under_way()
+
+
+async def test_a_layer_that_can_no_longer_be_trusted_loses_paused_sandboxes_too(world: World, node: Node) -> None:
+    paused, turning = await create_machines(node, 2)
+    for info in (paused, turning):
+        await pausing.pause(node, info.id)
+    going = asyncio.ensure_future(pausing.resume(node, turning.id))
+    await asyncio.sleep(0)
+    assert node.box(turning.id).state.pending == "resume"
+    heard(node, Event(event="load.lost", digest=paused.layers[0], message="it changed"))
+    await asyncio.wait((going,))
+    for info in (paused, turning):
+        await node.box(info.id).wait_ended()
+        assert node.box(info.id).info().state == "lost"

@@ -198,8 +198,7 @@ class FakeMachines(FakeBackend):
             raise SandboxLost("the sandbox has ended")
         for process_id in cut:
             sandbox.kill_all(process_id)
-        if cut:
-            sandbox.kill_all(f"{SESSION}_")
+        sandbox.kill_all(f"{SESSION}_")
         await sandbox.reaped()
         return sandbox
 
