@@ -18,13 +18,15 @@ from opendsec.edge.config import Settings
 from opendsec.edge.log import Log
 from opendsec.runtime.container.backend import ContainerBackend
 from opendsec.runtime.microvm.backend import NAME, MicroVMBackend
+from opendsec.runtime.vm.backend import NAME as VM_NAME
+from opendsec.runtime.vm.backend import VMBackend
 from opendsec.runtime.vmm import kernel, probe
 from opendsec.runtime.vmm.backend import VmBackend
 from opendsec.runtime.vmm.machine import Machine
 from opendsec.runtime.vmm.parts import GUESTD
 
 NEEDED = ("qemu", "vm_disks")
-FOLDER = "vm"  # in the state directory
+FOLDER, FULL_FOLDER = "vm", "vm-full"  # in the state directory
 
 
 class Machines:
@@ -43,7 +45,15 @@ class Machines:
             shared=settings.vm_parts,
             waiting=settings.vm_waiting,
         )
-        self.backends: dict[str, VmBackend] = {NAME: self.microvms}
+        full = VMBackend(
+            edge_id=edge_id,
+            root=settings.state_dir / FULL_FOLDER,
+            run_dir=settings.run_dir,
+            containers=containers,
+            missing=missing_for_machines(found),
+            shared=parts_of(settings),
+        )
+        self.backends: dict[str, VmBackend] = {NAME: self.microvms, VM_NAME: full}
 
     def started(self) -> None:
         """The backends are: look whether they may use more than emulation."""
@@ -82,12 +92,14 @@ def missing_for_machines(found: Iterable[Feature]) -> list[str]:
 
 def capabilities(missing: Iterable[str]) -> dict[str, tuple[Capability, ...]]:
     """For doctor: what the backends could do, without having them."""
-    reason = "; ".join(missing)
-    can = (Capability(name=name, available=not reason, reason=reason) for name in MicroVMBackend.can)
-    cannot = (Capability(name=name, available=False, reason=why) for name, why in MicroVMBackend.cannot)
-    accelerator = probe.by_loop()
+    reason, accelerator = "; ".join(missing), probe.by_loop()
     hardware = Capability(name="hardware_virtualization", available=accelerator.name == "kvm" and not reason, reason=accelerator.reason)
-    return {NAME: (*can, *cannot, hardware)}
+
+    def of(kind: type[VmBackend]) -> tuple[Capability, ...]:
+        can = (Capability(name=name, available=not reason, reason=reason) for name in kind.can)
+        return (*can, *(Capability(name=name, available=False, reason=why) for name, why in kind.cannot), hardware)
+
+    return {NAME: of(MicroVMBackend), VM_NAME: of(VMBackend)}
 
 
 def features(parts: Path) -> tuple[Feature, ...]:
