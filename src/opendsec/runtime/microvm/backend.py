@@ -95,7 +95,7 @@ class MicroVMBackend(VmBackend):
 
     def _new_uid(self) -> int:
         self._uids += 1
-        return FIRST_UID + (zlib.crc32(self.edge_id.encode()) % 4096) * UID_SPAN + self._uids % UID_SPAN
+        return FIRST_UID + (zlib.crc32(f"{self.edge_id} {self.name}".encode()) % 4096) * UID_SPAN + self._uids % UID_SPAN
 
     # --- create ----------------------------------------------------------------------------------------------------------
 
