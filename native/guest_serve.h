@@ -60,8 +60,11 @@ static void on_hello(u64 id, struct in *in)
 	drop_assembly();
 	drop_requests();
 	thaw();
-	for (struct command *c = commands; c; c = c->next)
-		close_streams(c);
+	/* Nobody knows their ids any more: what they do is told by COMMANDS alone. */
+	for (struct command *c = commands, *next; c; c = next) {
+		next = c->next;
+		release_command(c);
+	}
 	if (version != GUEST_VERSION) {
 		answer_error(id, EPROTONOSUPPORT, "%d", GUEST_VERSION);
 		return;

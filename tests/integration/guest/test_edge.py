@@ -11,6 +11,7 @@ import pytest
 
 from opendsec.api.exec import Pty
 from opendsec.runtime.backend import ExecPlan
+from opendsec.runtime.guest import Channel, wire
 from tests.integration.guest.conftest import GuestBench
 
 LINES = 40_000
@@ -141,6 +142,28 @@ async def test_commands_of_a_former_host(bench: GuestBench) -> None:
     while bench.handle.processes():
         await asyncio.sleep(0)
     assert await channel.commands() == []
+
+
+async def test_another_host(bench: GuestBench) -> None:
+    """As after a restart of the edge: what runs lives on, can be found and cut, and its end surprises nobody."""
+    former = bench.handle.channel
+    running, ended = await bench.start("sleep 1000"), await bench.start("sleep 1000 & echo started")
+    await ended.wait()
+    former.close()
+    channel = await Channel.open(bench.handle.guest.sock.dup())
+    try:
+        rows = {row.name: row.flags for row in await channel.commands()}
+        tree = wire.COMMAND_TREE | wire.COMMAND_RELEASED
+        assert rows == {running.id: wire.COMMAND_RUNS | tree, ended.id: tree}
+        assert await channel.cut([running.id]) == 1
+        while bench.handle.processes() > 1:
+            await asyncio.sleep(0)
+        bench.handle.guest.group.kill()  # what was left running ends by itself
+        while await channel.commands():
+            pass
+        assert not channel.lost
+    finally:
+        channel.close()
 
 
 async def test_names_and_numbers_of_the_machine(bench: GuestBench) -> None:

@@ -43,6 +43,7 @@ ANSWER_S = 30.0  # to anything else
 PARK_S = 10.0
 MAX_PENDING = 8192  # requests without an answer; more means that the guest does not listen
 MAX_ANSWER = 1 << 20  # unless the request says otherwise
+MAX_COMMANDS_BYTES = 4 << 20
 MAX_SKIPPED = 64 << 20  # what a former connection left behind before the answer to HELLO
 RECEIVE_BYTES = 256 << 10
 HIGH_BYTES, LOW_BYTES = 1 << 20, 256 << 10  # waiting to be sent, before descriptors are read on
@@ -583,8 +584,8 @@ class Channel:
 
     async def commands(self) -> list[wire.CommandRow]:
         """What there is of commands, also of former hosts."""
-        answer = await self.ask(wire.COMMANDS, b"", limit=64 << 20)
-        return self.read(answer, lambda fields: fields.list(wire.command_row, limit=1 << 20))
+        parts = await self.ask_parts(wire.COMMANDS, b"", limit=MAX_COMMANDS_BYTES)
+        return [row for part in parts for row in self.read(part, lambda fields: fields.list(wire.command_row, limit=1 << 20))]
 
     async def cut(self, names: Sequence[str]) -> int:
         """Kill the trees of commands by name and let go of them; how many there were."""
