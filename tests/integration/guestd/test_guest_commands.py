@@ -54,7 +54,7 @@ def test_hello_begins_anew_and_commands_live_on(guest: Guest) -> None:
     guest.hello()
     payload = guest.ask("COMMANDS")
     assert payload.take("I") == (1,)
-    assert (payload.text(), *payload.take("QI")) == (b"p1", command.id, 3)
+    assert (payload.text(), *payload.take("QI")) == (b"p1", command.id, 7)  # it runs, its tree is there, and it is released
     assert guest.ask("CUT", texts(["p1", "other"])).take("I") == (1,)
 
 
@@ -80,6 +80,20 @@ def test_who_takes_over_amid_a_frame_is_heard_after_zeros(guest: Guest) -> None:
     guest.sock.sendall(bytes(N["HEADER_BYTES"] + N["MAX_PAYLOAD"]))
     guest.hello()
     assert guest.ask("PING", b"x").data == b"x"
+
+
+def test_answers_that_nobody_reads_for_a_while_all_come(guest: Guest) -> None:
+    path = text("/proc/self/" + "./" * 1500)
+    requests = [guest.send(N["TYPE_MKDIR"], struct.pack("<II", 2, 0) + text("") + path, id=number) for number in range(1, 151)]
+    commands = [guest.exec_id(["true"]) for _ in range(20)]
+    names = [guest.send(N["TYPE_COMMANDS"]) for _ in range(600)]
+    time.sleep(0.3)  # meanwhile it answers, until it may not any more
+    for id in (*requests, *commands, *names):
+        while not any(event[2] == id for event in guest.events):
+            guest.events.append(guest.frame())
+    for id in commands:
+        guest.next(N["TYPE_EXIT"], id)
+        guest.ask("RELEASE", struct.pack("<Q", id))
 
 
 def test_parked_it_says_nothing_until_unpark(guest: Guest) -> None:
