@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,36 @@ class MachineEdge(EdgeProcess):
         with contextlib.closing(sqlite3.connect(f"file:{self.state_dir / 'journal.db'}?mode=ro", uri=True)) as db:
             return int(db.execute("SELECT count(*) FROM commands WHERE ended_at IS NULL").fetchone()[0])
 
-    def machine_groups(self) -> list[cgroups.Group]:
-        """The control groups of this edge's machines."""
+    def machine_groups(self) -> set[str]:
+        """The names of the control groups of this edge's machines."""
         edge_id = (self.state_dir / "edge.id").read_text().strip()
         top = cgroups.discover().group(f"{edge_group(edge_id)}-microvm")
-        return list(top.children()) if top.exists() else []
+        return {group.name.rpartition("/")[2] for group in top.children()} if top.exists() else set()
+
+    def strays(self, sandboxes: Collection[str]) -> set[str]:
+        """What is there of machines that belongs neither to one of these sandboxes nor to those that wait, and to no snapshot."""
+        root, boxes = self.store.root, list(self.store.box_states())
+        machines = {box.machine for box in boxes if box.sandbox_id in sandboxes}
+        machines |= {path.name for path in (root / "waiting").glob("*")}
+        used = {f"template-{path.name}" for path in (root / "templates").glob("*")} | set(self.store.snapshots())
+        used |= {name for box in boxes for name in (*box.disks, box.memory)}
+        used |= {name for one in map(self.store.read_snapshot, self.store.snapshots()) if one is not None for name in one.disks}
+        found = {f"sandbox {name}" for name in self.store.boxes() if name not in sandboxes}
+        found |= {f"group {name}" for name in self.machine_groups() - machines}
+        found |= {f"directory {path.name}" for path in (self.run_dir / "microvm").glob("*") if path.name not in machines}
+        found |= {f"disk {path.name}" for path in (root / "disks").glob("*") if path.stem not in used}
+        found |= {f"memory {path.name}" for path in (root / "memory").glob("*") if path.name not in used}
+        found |= {f"unfinished {path.name}" for name in ("templates", "scratch", "snapshots") for path in (root / name).glob(".*")}
+        found |= {
+            f"mount {os.fsdecode(one.mount_point)}"
+            for one in procfs.mountinfo()
+            if str(self.run_dir / "microvm").encode() in one.mount_point
+        }
+        for pid in self.machines():
+            with contextlib.suppress(OSError):
+                if not any(path.rpartition(b"/")[2].decode() in machines for path in procfs.cgroup(pid).values()):
+                    found.add(f"process {pid}")
+        return found
 
     def machines(self) -> list[int]:
         """Host pids of the QEMUs of this edge, by the groups that they are in."""
