@@ -326,6 +326,18 @@ async def test_a_guest_that_does_not_listen(line: Line, monkeypatch: pytest.Monk
     assert "without an answer" in line.channel.broken.result()
 
 
+async def test_a_guest_that_takes_nothing(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "MAX_OUT_BYTES", 1 << 20)
+    running, _, _ = await line.command()
+    line.guest.reading.clear()
+    line.channel.send_data(running.number, 0, b"x")
+    for _ in range(10_000):
+        line.channel.send(bytes(1000))
+        if line.channel.lost:
+            break
+    assert "takes nothing" in line.channel.broken.result()
+
+
 async def test_a_late_answer_is_no_answer_to_nothing(line: Line) -> None:
     line.guest.replies[wire.PING] = lambda asked: None
     with pytest.raises(Unavailable, match="did not answer"):

@@ -7,7 +7,7 @@ handed on in the turn of the loop that reads it, so that a command costs two tur
 Bounds, whatever the guest does:
 
 * one receive buffer; an answer of at most what its request allows; streams by credit (see `running` and `transfer`)
-* what waits to be sent: by credit, and MAX_PENDING requests
+* what waits to be sent: by credit, MAX_PENDING requests, and MAX_OUT_BYTES in all
 * frames about what has just ended may cross with its end, so they are dropped; but no more of them than a guest can have under way (see
   `forget`). All other nonsense breaks the channel at once.
 
@@ -48,6 +48,7 @@ MAX_SKIPPED = 64 << 20  # what a former connection left behind before the answer
 RECEIVE_BYTES = 256 << 10
 HIGH_BYTES, LOW_BYTES = 1 << 20, 256 << 10  # waiting to be sent, before descriptors are read on
 NEEDLE_AT = 10  # in a header: what comes after its type, which may be that of an error
+MAX_OUT_BYTES = 256 << 20  # waiting to be sent: what keeps descriptors from being read does not keep credit from being given
 FRAMES_A_TURN = 256  # so that a guest that sends a byte a frame does not hold up the others
 GATHERED = 64  # pieces sent by one system call
 CROSSING_EVENTS = 16  # that a guest may have sent about a command before it heard of its end
@@ -400,6 +401,8 @@ class Channel:
             self._out.append(memoryview(data)[sent:])
             self._out_bytes = len(data) - sent
             self._watch(select.EPOLLIN | select.EPOLLOUT)
+        elif self._out_bytes + len(data) > MAX_OUT_BYTES:
+            self._break("the guest takes nothing any more")
         else:
             self._out.append(data)
             self._out_bytes += len(data)
