@@ -103,6 +103,7 @@ struct source {
 static int poller = -1;
 static struct epoll_event batch[BATCH];
 static int batch_len, batch_at;
+static int unfinished; /* something stopped since much is to be sent, and no event will tell to go on with it */
 
 /* Have `ready` called while `events` hold; 0: never. */
 static int arm(struct source *source, u32 events)

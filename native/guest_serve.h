@@ -293,6 +293,8 @@ static void parse(void)
 		rx_from += HEADER_BYTES + h.length;
 		on_frame(&h, payload);
 	}
+	if (rx_to - rx_from >= HEADER_BYTES && throttled())
+		unfinished = 1;
 	if (rx_from == rx_to)
 		rx_from = rx_to = 0;
 	else if (rx_from > RX_BYTES / 2) {

@@ -103,7 +103,9 @@ static void signalled(struct source *source, u32 events)
 
 static void turn(void)
 {
-	int busy = !throttled() && (work_waits() || (port_readable && rx_to < RX_BYTES));
+	int busy = !throttled() && (unfinished || work_waits() || (port_readable && rx_to < RX_BYTES));
+	if (!throttled())
+		unfinished = 0;
 	batch_len = epoll_wait(throttled() ? port_poller : poller, batch, BATCH, busy ? 0 : -1);
 	for (batch_at = 0; batch_at < batch_len; batch_at++) {
 		struct source *source = batch[batch_at].data.ptr;

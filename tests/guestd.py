@@ -172,10 +172,14 @@ class Guest:
     ) -> Command:
         payload = struct.pack("<IHHI", 1 if pty else 0, *(pty or (0, 0)), open_files) + text(name or f"p{random.getrandbits(48):x}")
         payload += text(b"" if pty else kinds) + text(user) + text(cwd) + texts(argv) + texts(env)
-        kind = N["TYPE_EXEC"]
-        id = self.send_request(kind, payload)
-        _, answer = self.next(kind | ANSWER, id)
+        id = self.send_request(N["TYPE_EXEC"], payload)
+        _, answer = self.next(N["TYPE_EXEC"] | ANSWER, id)
         return Command(self, id, Payload(answer).take("I")[0])
+
+    def exec_id(self, argv: Sequence[str]) -> int:
+        """Ask for a command, and do not wait for the answer."""
+        payload = struct.pack("<IHHI", 0, 0, 0, 0) + text(f"p{random.getrandbits(48):x}") + text(b"\1\2\2") + text("") + text("/")
+        return self.send_request(N["TYPE_EXEC"], payload + texts(argv) + texts([]))
 
     def run(
         self, argv: Sequence[str], *, user: str = "", cwd: str = "/", env: Sequence[str] = (), open_files: int = 0
