@@ -637,7 +637,7 @@ async def others_are_made_of_a_snapshot(setup: Setup) -> None:
                     assert (await output(box, "sh", "-c", "cat file; echo $0 >file", box.sandbox_id))[0] == b"before\n"
                 for box in (one, two):
                     assert (await output(box, "cat", "file"))[0] == box.sandbox_id.encode() + b"\n"
-                    sleeping, _ = await output(box, "sh", "-c", "cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' ' '")
+                    sleeping, _ = await output(box, "sh", "-c", "cd /proc; cat [0-9]*/cmdline 2>/dev/null | tr '\\0' ' '")
                     assert (b"sleep 1000" in sleeping) == memory
                 names = {(await output(box, "hostname"))[0] for box in (source, one, two)}
                 assert len(names) == 3
