@@ -3,7 +3,8 @@
 
     wire.py       frames and payloads; pure
     channel.py    Channel: requests, answers and streams over one socket
-    running.py    GuestRunning: a command, its streams pumped from and to the host's descriptors
+    running.py    GuestRunning: a command in a guest
+    streams.py    its streams, pumped from and to the host's descriptors
     files.py watch.py   GuestFiles: file operations, for worker threads
     transfer.py   the streams of one file operation, between a worker thread and the loop
 
