@@ -49,6 +49,8 @@ chmod 755 "$hook"
 _FILES = {
     "etc/fstab": "PARTUUID={root} / ext4 rw,noatime,errors=remount-ro,x-systemd.growfs 0 1\n",
     "usr/lib/repart.d/50-root.conf": "[Partition]\nType=root-x86-64\n",
+    # systemd knows no port otherwise.
+    "etc/udev/rules.d/60-opendsec.rules": 'SUBSYSTEM=="virtio-ports", ATTR{{name}}=="org.opendsec.guest.0", TAG+="systemd"\n',
     "etc/systemd/system/dsec-guestd.service": f"""[Unit]
 Description=OpenDSec's agent in this machine
 BindsTo=dev-virtio\\x2dports-org.opendsec.guest.0.device
@@ -156,11 +158,7 @@ def _used_bytes(root: Path) -> int:
 
 
 def _configure(root: Path, root_id: uuid.UUID, *, desktop: bool) -> None:
-    fields = {
-        "root": str(root_id),
-        "after": "dsec-desktop.service" if desktop else "",
-        "ready": "ExecStartPre=/usr/local/lib/dsec-desktop-wait\nTimeoutStartSec=90\nEnvironment=DISPLAY=:0\n" if desktop else "",
-    }
+    fields = _fields_of(desktop) | {"root": str(root_id)}
     for name, text in _FILES.items():
         _write(root / name, text.format(**fields))
     enabled = _ENABLED
@@ -181,6 +179,13 @@ def _configure(root: Path, root_id: uuid.UUID, *, desktop: bool) -> None:
     for name in (*_MASKED, *(("getty@tty1.service",) if desktop else ())):
         if not os.path.lexists(system / name):
             (system / name).symlink_to("/dev/null")
+
+
+def _fields_of(desktop: bool) -> dict[str, str]:
+    return {
+        "after": "dsec-desktop.service" if desktop else "",
+        "ready": "ExecStartPre=/usr/local/lib/dsec-desktop-wait\nTimeoutStartSec=300\nEnvironment=DISPLAY=:0\n" if desktop else "",
+    }
 
 
 def _write(path: Path, text: str, *, executable: bool = False) -> None:

@@ -8,7 +8,6 @@ kept as long as a template, a sandbox or a snapshot stands on it.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import stat
 from collections.abc import Collection
@@ -87,17 +86,16 @@ def copy(source: int, target: Path, size: int) -> None:
     zero = bytes(PIECE)
     try:
         os.ftruncate(target_fd, size)
-        with mmap.mmap(-1, ROW) as buffer, memoryview(buffer) as view:
-            at = 0
-            while at < size:
-                count = os.preadv(source, [view[: min(ROW, size - at)]], at)
-                if not count:
-                    raise OSError("the disk became shorter while it was read")
-                for start in range(0, count, PIECE):
-                    piece = view[start : min(start + PIECE, count)]
-                    if piece != zero[: len(piece)]:
-                        os.pwrite(target_fd, piece, at + start)
-                at += count
+        at = 0
+        while at < size:
+            row = os.pread(source, min(ROW, size - at), at)
+            if not row:
+                raise OSError("the disk became shorter while it was read")
+            for start in range(0, len(row), PIECE):
+                piece = row[start : start + PIECE]
+                if piece != zero[: len(piece)]:
+                    os.pwrite(target_fd, piece, at + start)
+            at += len(row)
         os.fsync(target_fd)
         with contextlib.suppress(OSError):
             os.posix_fadvise(source, 0, 0, os.POSIX_FADV_DONTNEED)
