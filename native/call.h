@@ -102,6 +102,29 @@ static void await_memory(u64 ms)
 		SYS2(nanosleep, &step, 0);
 }
 
+/* Unix sockets live in the member's network namespace, which its calls share. One that is under way to itself (SCM_RIGHTS) outlives its
+ * processes, with its name and with whatever else is under way there, until the kernel collects garbage: when a unix socket is closed. */
+static void collect_sockets(void)
+{
+	struct __kernel_timespec step = { .tv_nsec = 1000000 };
+	u64 deadline = 0, count;
+	int ends[2];
+	while ((count = count_sockets()) > sockets_at_rest) {
+		if (!deadline)
+			deadline = now_us() + DEATH_US;
+		if (now_us() > deadline) {
+			call.spoiled = "its sockets do not end";
+			return;
+		}
+		if (!SYS4(socketpair, 1, 5 /* SOCK_SEQPACKET */ | O_CLOEXEC, 0, ends)) {
+			SYS1(close, ends[0]);
+			SYS1(close, ends[1]);
+		}
+		SYS2(nanosleep, &step, 0);
+	}
+	sockets_at_rest = count; /* the warm-up may have left garbage, too */
+}
+
 static void run(const u8 *body, u32 len, int body_fd)
 {
 	struct cursor c = { body, body + len, 0 };
@@ -238,6 +261,7 @@ static void run(const u8 *body, u32 len, int body_fd)
 		if (!call.over)
 			turn(deadline);
 	}
+	collect_sockets();
 	for (int i = 0; i < 2; i++)
 		drain(i);
 	if (last.what == 'D') {
@@ -248,7 +272,10 @@ static void run(const u8 *body, u32 len, int body_fd)
 		call.ended.problem_len = last.problem_len;
 	} else if (job->n_outputs && call.ended.flags & STARTED)
 		call.ended.problem_len = (u32)(put(last.problem, "what should have fetched them was ended") - last.problem);
-	u64 peak = reading(MEMORY_PEAK, "");
+	/* Less than before: files that were at hand have given way, or what an earlier call had was still on its way back. The call had that. */
+	u64 peak = reading(MEMORY_PEAK, ""), memory_after = reading(MEMORY, "");
+	if (memory_after < memory_before)
+		memory_before = memory_after;
 	call.ended.peak = peak > memory_before ? peak - memory_before : 0;
 	u64 oom_kills = reading(OOM_KILLS, "oom_kill"), pids_denied = reading(PIDS_DENIED, "max");
 	if (oom_kills > oom_kills_before)

@@ -51,6 +51,8 @@ static int signals;
 static int victim; /* its own oom_score_adj */
 static char victim_before[16];
 static u64 key[2];
+static int sockets = -1; /* where it says how many there are in the member */
+static u64 sockets_at_rest;
 
 static struct {
 	i32 pid;
@@ -126,6 +128,11 @@ static int cpu_is_v1;
 static u64 cpu_us(void)
 {
 	return cpu_is_v1 ? reading(CPU_TIME, "") / 1000 : reading(CPU_TIME, "usage_usec");
+}
+
+static u64 count_sockets(void)
+{
+	return reading(sockets, "sockets: used");
 }
 
 static u64 oom_kills_before, pids_denied_before, memory_before;
@@ -493,24 +500,32 @@ static void fail(const char *why, const u8 *text, size_t len)
 
 /* The interpreter has to call setns(2), by forkin.c, and no call may. So it is allowed to whoever gives this key besides, as arguments that
  * the kernel passes over; the interpreter has it for a moment of each call. A filter that were loaded after that, in each call, costs 50 us
- * more. Everything else the other filter decides. */
+ * more. Everything else the other filter decides. A wrong key takes the same time however much of it is right, so none is found by parts. */
 static long lock_setns(void)
 {
-	enum { LOAD = 0x20, EQUAL = 0x15, RETURN = 0x06, ALLOW = 0x7FFF0000, REFUSE = 0x00050000 | EPERM, ARGS = 16 + 2 * 8 };
+	enum { LOAD = 0x20, XOR = 0xA4, OR = 0x4C, KEEP = 0x02, KEPT = 0x61, EQUAL = 0x15, RETURN = 0x06 };
+	enum { ALLOW = 0x7FFF0000, REFUSE = 0x00050000 | EPERM, ARGS = 16 + 2 * 8 };
 	const u32 words[4] = { (u32)key[0], (u32)(key[0] >> 32), (u32)key[1], (u32)(key[1] >> 32) };
-	struct sock_filter program[16] = {
+	struct sock_filter program[25] = {
 		{ LOAD, 0, 0, 4 }, /* the architecture */
-		{ EQUAL, 0, 10, ARCH },
+		{ EQUAL, 0, 22, ARCH },
 		{ LOAD, 0, 0, 0 }, /* the number */
-		{ EQUAL, 0, 8, __NR_setns },
+		{ EQUAL, 0, 20, __NR_setns },
 	};
+	struct sock_filter *next = program + 4;
 	for (u32 i = 0; i < 4; i++) {
-		program[4 + 2 * i] = (struct sock_filter){ LOAD, 0, 0, ARGS + 4 * i };
-		program[5 + 2 * i] = (struct sock_filter){ EQUAL, 0, (u8)(7 - 2 * i), words[i] };
+		*next++ = (struct sock_filter){ LOAD, 0, 0, ARGS + 4 * i };
+		*next++ = (struct sock_filter){ XOR, 0, 0, words[i] };
+		if (i) {
+			*next++ = (struct sock_filter){ KEPT, 0, 0, 0 };
+			*next++ = (struct sock_filter){ OR, 0, 0, 0 };
+		}
+		*next++ = (struct sock_filter){ KEEP, 0, 0, 0 };
 	}
-	program[12] = (struct sock_filter){ RETURN, 0, 0, ALLOW };
-	program[13] = (struct sock_filter){ RETURN, 0, 0, REFUSE };
-	return load_filter(program, 14 * sizeof(program[0]));
+	*next++ = (struct sock_filter){ EQUAL, 1, 0, 0 };
+	*next++ = (struct sock_filter){ RETURN, 0, 0, REFUSE };
+	*next++ = (struct sock_filter){ RETURN, 0, 0, ALLOW };
+	return load_filter(program, (size_t)((u8 *)next - (u8 *)program));
 }
 
 /* In a process of its own namespaces for files and IPC, and of the member's for all else. */
@@ -659,6 +674,7 @@ static void read_setup(void)
 	long error = SYS5(mount, 0, "/dev/pts", 0, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NOEXEC, 0);
 	if (error)
 		fail("cannot make the directory of terminals read-only", (const u8 *)"", 0);
+	sockets = (int)SYS4(openat, AT_CWD, "/proc/self/net/sockstat", O_RDONLY | O_CLOEXEC, 0);
 	if (n_argv) {
 		if (n_fds != 4)
 			quit(75);
@@ -682,6 +698,8 @@ static void read_setup(void)
 	env.told = 0;
 	oom_kills_before = reading(OOM_KILLS, "oom_kill");
 	pids_denied_before = reading(PIDS_DENIED, "max");
+	if (!(sockets_at_rest = count_sockets())) /* we have some */
+		fail("cannot count sockets", (const u8 *)"", 0);
 	tell_edge(READY, 0, 0);
 }
 

@@ -16,6 +16,7 @@
 
 enum { MAX_WORDS = 4096, MAX_MASKED = 32, INBOX = 128 << 10, MAX_OUTPUT_FILES = 1024, MAX_SEEN = 1 << 16, PATH_BYTES = 4096, PROBLEM_BYTES = 256 };
 enum { KIND_PYTHON = 1, KIND_EXEC = 2 };
+enum { NOBODYS = 65533 };
 enum { GO_BODY = 1, GO_FILES = 2, GO_AGAIN = 4 };
 
 /* What the member is set up with; see `read_setup`. */
@@ -659,6 +660,13 @@ static __attribute__((noreturn)) void envelope(int sock, u64 disk_bytes, const u
 	int places = (int)SYS4(openat, AT_CWD, "/proc/self/ns/mnt", O_RDONLY | O_CLOEXEC, 0);
 	int last_pid = (int)SYS4(openat, AT_CWD, "/proc/sys/kernel/ns_last_pid", O_WRONLY | O_CLOEXEC, 0);
 	SYS1(umask, 0);
+	/* A user whom no call has: limits, priority and processors of one's own user's processes are for anybody to set, and the next call's
+	 * program would inherit them. To files it stays root. */
+	const u32 nobodys = member.uid == NOBODYS ? NOBODYS - 1 : NOBODYS;
+	SYS5(prctl, PR_SET_SECUREBITS, SECBIT_NO_SETUID_FIXUP, 0, 0, 0);
+	if (SYS3(setresuid, nobodys, nobodys, nobodys) < 0)
+		quit(1);
+	SYS1(setfsuid, 0);
 	/* The interpreter must be able to join our namespaces, which the kernel lets only those do who may look into us. */
 	SYS5(prctl, PR_SET_DUMPABLE, 1, 0, 0, 0);
 	SYS5(prctl, PR_SET_NAME, "call", 0, 0, 0);

@@ -88,6 +88,14 @@ LEFT_BEHIND = {
         "    except OSError as e:\n        print(e.errno, end=' ')\nsocket.socket(socket.AF_UNIX).bind('\\0left')\nprint()",
         "111 2",
     ),
+    "a socket under way to itself, and what goes with it": (
+        "import os, socket, time\nlistener = socket.socket(socket.AF_UNIX)\nlistener.bind('\\0left')\nlistener.listen()\nc = socket.socket(socket.AF_UNIX)\nc.connect('\\0left')\n"
+        "f = os.open('/tmp/big', os.O_CREAT | os.O_RDWR)\nos.write(f, bytes(4 << 20))\nsocket.send_fds(c, [b'x'], [listener.fileno(), f, *os.openpty()])\n"
+        "c.close()\ntime.sleep(0.02)",  # by then the kernel has looked for garbage, and found none yet
+        "import os, socket\ntry:\n    socket.socket(socket.AF_UNIX).connect('\\0left')\nexcept OSError as e:\n    print(e.errno, os.listdir('/dev/pts'))\n"
+        "socket.socket(socket.AF_UNIX).bind('\\0left')",
+        "111 ['ptmx']",
+    ),
     "timers": (
         "import signal, ctypes\nsignal.setitimer(signal.ITIMER_REAL, 0.05, 0.05) if 0 else signal.alarm(1)\n"
         "signal.signal(signal.SIGVTALRM, lambda *a: None)\nsignal.setitimer(signal.ITIMER_VIRTUAL, 0.01, 0.01)\nsignal.setitimer(signal.ITIMER_PROF, 5, 5)",
@@ -156,6 +164,15 @@ AS_ROOT = {
         "os.path.exists('/etc/left'), os.path.exists(d + '/leftcustom.py'), subprocess.check_output(['sh', '-c', \"python3 -c 'import json; print(5)'\"]))",
         "True 0o40755 True False False b'5\\n'",
     ),
+    "limits and priority of process 1, which programs inherit": (
+        "import ctypes, os, resource\nc = ctypes.CDLL(None)\nioprio_set = 251 if os.uname().machine == 'x86_64' else 30\n"
+        "for f in (lambda: resource.prlimit(1, resource.RLIMIT_NOFILE, (20, 20)), lambda: resource.prlimit(1, resource.RLIMIT_FSIZE, (0, 0)), lambda: os.setpriority(0, 1, 7),\n"
+        "          lambda: os.sched_setscheduler(1, os.SCHED_BATCH, os.sched_param(0)), lambda: os.sched_setaffinity(1, {min(os.sched_getaffinity(0))}),\n"
+        "          lambda: c.syscall(ioprio_set, 1, 1, 3 << 13 | 7) and os.stat('/none')):\n    try: f(); print('done')\n    except OSError: pass\nassert 'Uid:\\t65533' in open('/proc/1/status').read()",
+        "import ctypes, os, resource\nc = ctypes.CDLL(None)\nprint(resource.getrlimit(resource.RLIMIT_NOFILE), resource.getrlimit(resource.RLIMIT_FSIZE)[0], os.nice(0), os.sched_getscheduler(0),\n"
+        "      c.syscall(252 if os.uname().machine == 'x86_64' else 31, 1, 0) >> 13)",
+        "(256, 256) -1 0 0 0",
+    ),
     "the directory of terminals": (
         "import os\nfor f in (lambda: os.chmod('/dev/pts/ptmx', 0), lambda: os.chmod('/dev/pts', 0), lambda: os.utime('/dev/pts', (5, 5)), lambda: os.setxattr('/dev/pts', 'user.x', b'1')):\n"
         "    try: f()\n    except OSError: pass",
@@ -208,11 +225,12 @@ ATTACKS = {
         {"signal": 9},
     ),
     "trace process 1": (
-        "import ctypes\nc = ctypes.CDLL(None, use_errno=True)\nprint(c.ptrace(16, 1, 0, 0), c.ptrace(0x4206, 1, 0, 0))\n"
+        "import ctypes\nc = ctypes.CDLL(None, use_errno=True)\nto = ctypes.create_string_buffer(9)\nhere, there = ((ctypes.c_long * 2)(at, 1) for at in (ctypes.addressof(to), 0x400000))\n"
+        "print(c.ptrace(16, 1, 0, 0), c.ptrace(0x4206, 1, 0, 0), c.process_vm_readv(1, here, 1, there, 1, 0))\n"
         "for n in ('mem', 'environ', 'maps', 'fd/3', 'root', 'cwd', 'exe', 'ns/user', 'stack', 'syscall', 'auxv'):\n    try:\n        import os\n"
         "        (os.readlink if n in ('fd/3', 'root', 'cwd', 'exe', 'ns/user') else lambda p: open(p, 'rb').read(1) and 1)('/proc/1/' + n)\n        print('open', n)\n"
         "    except OSError: pass",
-        {"stdout": b"-1 -1\n"},
+        {"stdout": b"-1 -1 -1\n"},
     ),
     "namespaces and mounts": (
         "import ctypes, os\nc = ctypes.CDLL(None, use_errno=True)\nr = [c.unshare(f) for f in (0x10000000, 0x20000, 0x20000000, 0x8000000, 0x40000000)]\n"
@@ -277,7 +295,7 @@ def test_a_function_cannot_forge_more_than_its_own_value(member: Calls) -> None:
 
 
 def test_a_call_sees_no_more_than_its_own_processes(member: Calls) -> None:
-    assert member.exec("ps", "-e", "-o", "pid=,user=,comm=").stdout.split() == [b"1", b"root", b"call", b"2", b"nobody", b"ps"]
+    assert member.exec("ps", "-e", "-o", "pid=,user=,comm=").stdout.split() == [b"1", b"65533", b"call", b"2", b"nobody", b"ps"]
     told = member.exec("sh", "-c", "ls /proc | grep -c '^[0-9]'; cat /proc/1/comm")
     assert told.stdout.split()[1] == b"call"
 
@@ -301,6 +319,18 @@ def test_no_call_may_join_namespaces(member: Calls) -> None:
     source = f"import ctypes\nc = ctypes.CDLL(None, use_errno=True)\nprint([(c.syscall({number}, -1, 0, key, key), ctypes.get_errno()) for key in (0, -1, 1)])"
     assert member.says(source) == "[(-1, 1), (-1, 1), (-1, 1)]\n"
     assert member.exec("python3", "-c", source).stdout == b"[(-1, 1), (-1, 1), (-1, 1)]\n"
+
+
+def test_an_envelope_stays_only_after_a_call_that_left_nothing_to_end(member: Calls) -> None:
+    """And so the next has the same pid namespace."""
+    pid = "import os\nprint(os.stat('/proc/self/ns/pid').st_ino)\n"
+    first = member.says(pid)
+    assert member.says(pid) == first
+    for left in ("os.fork() or __import__('time').sleep(100)", "os.kill(os.getpid(), 9)", "print('x' * (2 << 20))"):
+        before = member.says(pid)
+        ended = member.python(f"import os\n{left}", output_bytes=MIB)
+        assert not ended.spoiled
+        assert (member.says(pid) == before) == ("kill" in left), left
 
 
 BELOW = """

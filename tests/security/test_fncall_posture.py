@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import fcntl
 import os
+import signal
 import struct
 from collections.abc import Callable
 
@@ -159,6 +160,84 @@ def test_the_calls_user_owns_their_user_namespace(member: Calls) -> None:
 
     during(member, "exec", look)
     assert owners == [member.plan.uid_base + 65_534]
+
+
+UNTIL_TOLD = """
+from signal import SIG_BLOCK, SIGUSR1, pthread_sigmask, sigwait
+pthread_sigmask(SIG_BLOCK, {SIGUSR1})
+open('/dev/shm/on', 'w')
+sigwait({SIGUSR1})
+print('end')
+"""
+
+
+def until_told(calls: Calls, look: Callable[[int], None]) -> None:
+    """As `during`, for a plain call that then ends by itself."""
+
+    async def run() -> None:
+        task = asyncio.ensure_future(calls.member.call(calls.job("source", source=UNTIL_TOLD)))
+        while not (inside := [pid for pid in calls.member.group.procs() if ready(pid)]):
+            assert not task.done(), task.result()
+            await asyncio.sleep(0)
+        look(inside[0])
+        os.kill(inside[0], signal.SIGUSR1)
+        assert (await task).stdout == b"end\n"
+
+    def ready(pid: int) -> bool:
+        try:
+            return os.path.exists(procfs.path_of(pid, "root", "dev", "shm", "on")) and procfs.status(pid)["NSpid"].split()[-1] == "2"
+        except (FileNotFoundError, ProcessLookupError):
+            return False  # one that only joins the namespaces, and is gone
+
+    calls.node.wait(run())
+
+
+@pytest.mark.slow
+def test_a_kept_envelope_has_new_files_and_ipc(member: Calls) -> None:
+    """After a plain call its pid namespace stays, which is empty."""
+    seen: list[dict[str, int]] = []
+    held: list[int] = []  # so that no number is given out again
+
+    def look(pid: int) -> None:
+        seen.append(namespaces.namespace_ids(pid))
+        held.extend(namespaces.open_namespace(pid, name) for name in ("ipc", "mnt"))
+
+    try:
+        for _ in range(2):
+            until_told(member, look)
+    finally:
+        for fd in held:
+            os.close(fd)
+    assert {name for name in seen[0] if seen[0][name] != seen[1][name]} == {"ipc", "mnt"}
+
+
+def private_memory(pid: int) -> bytes:
+    found = []
+    with open(procfs.path_of(pid, "maps"), "rb") as maps, open(procfs.path_of(pid, "mem"), "rb", buffering=0) as memory:
+        for line in maps:
+            where, access = line.split()[:2]
+            start, end = (int(part, 16) for part in where.split(b"-"))
+            if access == b"rw-p" and end - start < 64 << 20:
+                memory.seek(start)
+                found.append(memory.read(end - start))
+    return b"".join(found)
+
+
+def test_the_key_to_setns_is_in_no_memory_but_the_supervisors(member: Calls) -> None:
+    """Nobody outside knows it, but it is among the few words of the supervisor's that are neither text nor small."""
+    member.check()
+    supervisor = private_memory(member.member.pid)
+    words = {supervisor[at : at + 8] for at in range(0, len(supervisor) - 7, 8)}
+    secrets = [
+        word for word in words if len(set(word)) > 5 and 0 not in word and not all(0x20 <= byte < 0x7F or byte == 10 for byte in word)
+    ]
+    assert len(secrets) >= 2
+    interpreter = next(pid for pid in member.member.group.procs() if procfs.stat(pid).comm == b"python3")
+    copies: list[bytes] = []
+    until_told(member, lambda pid: copies.append(private_memory(pid)))
+    copies.append(private_memory(interpreter))
+    for memory in copies:
+        assert len(memory) > 1 << 20 and not [word.hex() for word in secrets if word in memory]
 
 
 @pytest.mark.slow

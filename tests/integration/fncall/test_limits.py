@@ -46,7 +46,8 @@ def test_memory(member: Calls) -> None:
     ended = member.exec("sh", "-c", "python3 -c 'x = bytearray(300 << 20)'; echo $?", memory_bytes=64 * MIB)
     assert (ended.code, ended.stdout, ended.oom_killed) == (0, b"137\n", True)
     ended = member.python("x = bytearray(40 << 20)", memory_bytes=64 * MIB)
-    assert (ended.code, ended.oom_killed) == (0, False) and 40 * MIB < ended.peak_memory_bytes < 64 * MIB
+    # The kernel counts by the batch, on each processor.
+    assert (ended.code, ended.oom_killed) == (0, False) and 39 * MIB < ended.peak_memory_bytes < 64 * MIB
     member.check()
 
 
@@ -96,7 +97,8 @@ def test_files_that_were_read_cost_the_next_calls_nothing(member: Calls) -> None
     for _ in range(4):
         assert member.python("x = bytearray(20 << 20)", memory_bytes=128 * MIB).code == 0
     assert time.monotonic() - before < 1.2, "half a second each is what it waits for memory that does not come back"
-    assert member.python("x = bytearray(60 << 20)", memory_bytes=48 * MIB).oom_killed
+    ended = member.python("x = bytearray(60 << 20)", memory_bytes=48 * MIB)
+    assert ended.oom_killed and ended.peak_memory_bytes > 47 * MIB, "the files gave way to it"
     member.check()
 
 
