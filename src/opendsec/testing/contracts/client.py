@@ -30,6 +30,7 @@ from opendsec.client.results import StreamEvent
 
 WORK = "/work"
 TIMEOUT_S = 60.0
+INODES = 4096
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Setup:
     kind: type[Container] | type[MicroVM] = Container
 
     def spec(self, **labels: str) -> AnySpec:
-        return self.kind(image=self.image, memory=self.memory, disk=self.disk, cpu=0.5, labels=labels)
+        return self.kind(image=self.image, memory=self.memory, disk=self.disk, inodes=INODES, cpu=0.5, labels=labels)
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[Client]:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from opendsec.api.errors import Conflict, InvalidRequest, NotFound, OpenDSecError, SandboxLost
 from opendsec.api.spec import Container, MicroVM
 from opendsec.client.aio import Client, Sandbox
-from opendsec.testing.contracts.client import WORK, Setup
+from opendsec.testing.contracts.client import INODES, WORK, Setup
 
 Check = Callable[[Setup], Awaitable[None]]
 CHECKS: dict[str, Check] = {}
@@ -25,7 +25,7 @@ def check(function: Check) -> Check:
 
 
 def machine(setup: Setup, **fields: object) -> MicroVM:
-    return MicroVM(**{"image": setup.image, "memory": setup.memory, "disk": setup.disk, **fields})  # type: ignore[arg-type]
+    return MicroVM(**{"image": setup.image, "memory": setup.memory, "disk": setup.disk, "inodes": INODES, **fields})  # type: ignore[arg-type]
 
 
 async def marked(setup: Setup, client: Client, **fields: object) -> Sandbox:

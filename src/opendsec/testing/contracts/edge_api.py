@@ -36,6 +36,7 @@ from opendsec.api.units import parse_bytes
 
 WORK = "/workspace"
 TIMEOUT_S = 60.0
+INODES = 4096
 S = TypeVar("S", bound=msgspec.Struct)
 
 
@@ -58,7 +59,8 @@ class Edge:
     ttl_s: float = 0.5  # long enough to be made and looked at
 
     def spec(self, **fields: object) -> dict[str, object]:
-        return {"backend": self.backend, "image": self.image, "memory": self.memory, "disk": self.disk, **fields}
+        sizes = {"memory": self.memory, "disk": self.disk, "inodes": INODES}
+        return {"backend": self.backend, "image": self.image, **sizes, **fields}
 
     async def call(self, kind: type[S], method: str, path: str, body: object = None, *, content: bytes | None = None) -> S:
         """A call that must succeed."""
