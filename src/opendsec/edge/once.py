@@ -23,7 +23,7 @@ from opendsec.edge.http import Answer, Handler, Request
 
 HELD_BYTES = 1 << 20  # of a raw body; also taken whole before any of it is passed on, so that a broken connection breaks nothing
 OWN = frozenset({"KILL", "WRITE"})  # these tell more of an earlier action than was recorded: the state as it is now; another content
-FREEING = frozenset({"IMAGE_REMOVE", "IMAGE_GC", "SHUTDOWN"})  # must work on a full disk, and may well be done twice
+FREEING = frozenset({"IMAGE_REMOVE", "IMAGE_GC", "SNAPSHOT_REMOVE", "SHUTDOWN"})  # must work on a full disk, and may well be done twice
 ENDLESS = frozenset({"STDIN"})  # takes as long as the command lets its input wait
 
 

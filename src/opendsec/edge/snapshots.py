@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from opendsec.api import ids, wire
-from opendsec.api.errors import Conflict, InvalidRequest, NotFound, OpenDSecError, Unsupported
+from opendsec.api.errors import Conflict, InvalidRequest, NotFound, OpenDSecError, Unavailable, Unsupported
 from opendsec.api.images import ImageConfig
 from opendsec.api.sandboxes import CreateResponse
 from opendsec.api.snapshots import ForkRequest, SnapshotInfo, SnapshotList, SnapshotRequest
@@ -134,10 +134,23 @@ class Snapshots:
         """Sandboxes that were made of it stay. Raises NotFound, Conflict, Unavailable."""
         found, record = self.get(name, "name")
         await self._node.backends[found.row.backend].remove_snapshot(record)
-        self._known.pop(found.row.name, None)
-        self._node.journal.drop_snapshot(found.row.id)
+        self._forget(found)
         self._node.events.emit("snapshot.removed", found.row.sandbox_id, snapshot=found.row.name)
         return self.list()
+
+    def _forget(self, gone: Snapshot) -> None:
+        self._known.pop(gone.row.name, None)
+        try:
+            self._node.journal.drop_snapshot(gone.row.id)
+        except Unavailable as error:  # the next edge finds that it is not there
+            self._node.log.error("journal.not_written", snapshot_id=gone.row.id, reason=str(error))
+
+    def forget_missing(self, backend: str, there: Collection[str]) -> None:
+        """At start: those of which nothing is stored, `there` is what is."""
+        for one in list(self._known.values()):
+            if one.row.backend == backend and one.row.id not in there:
+                self._node.log.error("reconcile.snapshot_missing", snapshot_id=one.row.id, backend=backend)
+                self._forget(one)
 
     async def _drop(self, row: SnapshotRow, record: SnapshotRecord | None) -> None:
         """What is half made, or no longer needed. What cannot be removed now is at the next start."""
@@ -250,7 +263,9 @@ async def clear_unfinished(node: Node, rows: list[SnapshotRow]) -> None:
         await _clear(node, row.id, row.backend, node.backends.get(row.backend))
         node.journal.drop_snapshot(row.id)
     for name, backend in node.backends.items():
-        for snapshot_id in backend.snapshots():
+        stored = backend.snapshots()
+        node.snapshots.forget_missing(name, stored)
+        for snapshot_id in stored:
             if not node.snapshots.has(snapshot_id):
                 node.log.warning("reconcile.leftover", snapshot_id=snapshot_id, backend=name)
                 await _clear(node, snapshot_id, name, backend)

@@ -224,3 +224,20 @@ async def test_what_no_record_names_is_removed_at_start(world: World, node: Node
     (world.machines.stored / "snap_0000000000000000").mkdir()
     await world.restart()
     assert world.machines.snapshots() == [kept.id]
+
+
+async def test_one_of_which_nothing_is_stored_is_forgotten(world: World, node: Node) -> None:
+    kept = await keep(node, await source(world, node), "s")
+    (world.machines.stored / kept.id).rename(world.directory / "elsewhere")
+    node = await world.restart()
+    assert node.snapshots.list().snapshots == () and world.journal.snapshots() == []
+
+
+async def test_a_full_disk_keeps_nobody_from_removing_one(world: World, node: Node) -> None:
+    await keep(node, await source(world, node), "s")
+    world.journal._db.execute("PRAGMA query_only = 1")
+    await node.snapshots.remove("s")
+    assert world.machines.snapshots() == [] and node.snapshots.list().snapshots == ()
+    world.journal._db.execute("PRAGMA query_only = 0")
+    node = await world.restart()
+    assert world.journal.snapshots() == []
