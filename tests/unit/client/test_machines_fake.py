@@ -4,14 +4,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import struct
+import subprocess
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from opendsec.api.errors import InvalidRequest, NotFound, Unsupported
 from opendsec.api.spec import VM, MicroVM
 from opendsec.client.aio import Client
+from opendsec.client.cli.vnc import passed
 from opendsec.testing.contracts import client_machines as machines
 from opendsec.testing.contracts.client import Setup
 from opendsec.testing.fakes.edge import FakeEdge
@@ -78,3 +83,45 @@ async def test_vnc_goes_both_ways_at_once(edge: FakeEdge) -> None:
     with pytest.raises(NotFound):
         async with Client(f"unix:{edge.socket_path}") as client:
             await client.snapshots.get("none")
+
+
+async def test_dsec_vnc_passes_a_viewer_s_bytes_on(edge: FakeEdge, tmp_path: Path) -> None:
+    async with Client(f"unix:{edge.socket_path}") as client, await client.create(VM(image="debian")) as box:
+        server = await asyncio.start_unix_server(lambda reader, writer: passed(box.screen, reader, writer), str(tmp_path / "vnc"))
+        async with server:
+            reader, writer = await asyncio.open_unix_connection(str(tmp_path / "vnc"))
+            assert await reader.readexactly(12) == b"RFB 003.008\n"
+            writer.write(b"hello")
+            assert await reader.readexactly(5) == b"hello"
+            writer.write_eof()
+            assert await reader.read() == b""
+            writer.close()
+            await writer.wait_closed()
+
+
+@pytest.mark.slow
+def test_the_command_line(edge: FakeEdge, tmp_path: Path) -> None:
+    def dsec(*words: str) -> str:
+        env = {**os.environ, "OPENDSEC_ADDRESS": f"unix:{edge.socket_path}"}
+        done = subprocess.run(
+            [sys.executable, "-m", "opendsec.client.cli.main", *words], capture_output=True, text=True, env=env, check=False
+        )
+        assert done.returncode == 0, (words, done.stdout, done.stderr)
+        return done.stdout
+
+    box = dsec("create", "debian", "--backend", "vm", "--memory", "128MiB").strip()
+    assert dsec("ls").splitlines()[1].split()[1:3] == ["running", "vm"]
+    dsec("pause", box)
+    assert dsec("ls").splitlines()[1].split()[1:3] == ["paused", "vm"]
+    dsec("resume", box)
+    copies = dsec("fork", box, "-n", "2").split()
+    assert len(copies) == 2 and dsec("snapshot", "create", box, "first") == "first\n"
+    assert "first" in dsec("snapshot", "ls") and "disk and memory" in dsec("snapshot", "ls")
+    again = dsec("create", "debian", "--backend", "vm", "--memory", "128MiB", "--snapshot", "first").strip()
+    dsec("snapshot", "rm", "first")
+    assert "first" not in dsec("snapshot", "ls")
+    picture = tmp_path / "p.png"
+    assert dsec("screenshot", box, str(picture)).strip() == str(picture) and picture.read_bytes().startswith(b"\x89PNG")
+    dsec("pause", again)
+    dsec("kill", "--all")
+    assert box not in dsec("ls", "-q")
