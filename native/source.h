@@ -33,7 +33,7 @@ struct python {
 	void *aged, *collect, *all, *young; /* gc.get_objects, gc.collect, and what to call them with */
 	void *stream_names[4], *streams[4], *flushes[4];
 	long n_modules, minor, n_own;
-	void *own[2 * 8]; /* what is in `space` before the call: names, each with its value */
+	void *own[2 * 10]; /* what is in `space` before the call: names, each with its value */
 };
 
 enum { BY_PYTHON, RAISED, RAN }; /* what is left to do: all; report the exception that is set; the end */
@@ -84,6 +84,8 @@ static int run_source(const struct python *p, const u8 *body, long len)
 	const char *text = p->utf8(p->item(call, 1), &n);
 	if (!text || length(text) != (size_t)n)
 		goto not_plain;
+	if (n >= 3 && same(text, "\xEF\xBB\xBF", 3)) /* a byte order mark, as files may have it */
+		text += 3;
 	void *code = p->compile(text, p->path, FILE_INPUT, &flags, -1);
 	if (!code || !p->eval(code, p->space, p->space))
 		return RAISED;

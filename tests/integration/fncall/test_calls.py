@@ -69,6 +69,18 @@ LIKE_PYTHON = {
     "another stdout": "import io, sys\nsys.stdout = io.TextIOWrapper(open(1, 'wb', closefd=False))\nprint('a', end='')\n",
     "modules replaced": "import sys\nsys.modules.pop('json', None)\nimport threading\nthreading.Thread(target=lambda: print('t')).start()\n",
     "umask": "import os\nprint(oct(os.umask(0)))\n",
+    "a byte order mark": "\ufeffprint(1)\n1 / 0\n",
+    "no end of the last line": "print(undefined)",
+    "lines of the source": "x = '\\x0c\u2028\\x85'\r\nprint(ascii(x))\r\n1 / 0\r\n",
+    "what is in globals": "print(sorted(globals()), __annotations__, __cached__)\n",
+    "orig_argv": "import sys\nprint(sys.orig_argv)\n",
+    "output that cannot be written": "import os, sys\nos.dup2(os.open('/dev/full', os.O_WRONLY), 1)\nprint('x')\n",
+    "output that cannot be written, and an exit code": "import os\nprint('x')\nos.close(1)\nraise SystemExit(3)\n",
+    "closed standard error": "import os\nos.close(2)\n1 / 0\n",
+    "no sys.stderr": "import sys\nsys.stderr = None\n1 / 0\n",
+    "no sys.stdout": "import sys\ndel sys.stdout\nprint(1)\n",
+    "an excepthook that fails": "import sys\ndef hook(*a):\n    {}['a']\nsys.excepthook = hook\n1 / 0\n",
+    "an excepthook that is none": "import sys\nsys.excepthook = 3\n1 / 0\n",
 }
 
 

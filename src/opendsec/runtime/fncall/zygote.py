@@ -16,6 +16,7 @@ import ctypes
 import functools
 import gc
 import importlib
+import io
 import json
 import linecache
 import marshal
@@ -74,8 +75,16 @@ def fail(what: str, error: BaseException) -> NoReturn:
 
 
 def remember(filename: str, source: str) -> None:
-    """Make the source known to tracebacks: there is no such file."""
-    lines[filename] = (len(source), None, source.splitlines(True), filename)
+    """Make the source known to tracebacks: there is no such file. Its lines are those of a file, where fewer characters end one."""
+    text = io.StringIO(without_mark(source), None).readlines()
+    if text and text[-1][-1] != "\n":
+        text[-1] += "\n"
+    lines[filename] = (len(source), None, text, filename)
+
+
+def without_mark(source: str) -> str:
+    """A byte order mark, as files may have it."""
+    return source[1:] if source[:1] == "\ufeff" else source
 
 
 def load(workdir: str) -> tuple[Callable[[], int], Callable[[], int], memoryview, memoryview]:
@@ -106,7 +115,7 @@ def tools() -> ctypes.Array[ctypes.c_int64] | None:
     names += " PyDict_GetItem PyDict_Clear Py_CompileStringObject PyEval_EvalCode PyObject_CallObject PyErr_Clear PyList_Size Py_DecRef"
     streams = ("stdout", "__stdout__", "stderr", "__stderr__")
     flushes = [getattr(getattr(sys, name), "flush", None) for name in streams]
-    if seed is not None or len(main.__dict__) > 8 or None in flushes or not all(hasattr(ctypes.pythonapi, name) for name in names.split()):
+    if seed is not None or len(main.__dict__) > 10 or None in flushes or not all(hasattr(ctypes.pythonapi, name) for name in names.split()):
         return None
     young = 1 if sys.version_info < (3, 13) else 2  # since then it is not sure what that takes in
     objects = [main.__dict__, default[1], sys.modules, "threading", exits, exits(), sys.__dict__, gc.get_objects, collect, (2,), (young,)]
@@ -195,7 +204,7 @@ def run(body: memoryview | bytes, value: int, value_len: int, elsewhere: int, wo
                 sys.argv[0] = filename
                 space["__file__"] = path
             remember(path, source)
-            exec(compile(source, path, "exec", dont_inherit=True), space)
+            exec(compile(without_mark(source), path, "exec", dont_inherit=True), space)
         else:
             sys.argv[0] = "-c"
             del space["__file__"]
@@ -262,8 +271,16 @@ def report(error: BaseException) -> int | str:
         pass
     try:
         if sys.excepthook is not sys.__excepthook__:
-            sys.excepthook(type(error), error, trace)
-        else:
+            try:
+                sys.excepthook(type(error), error, trace)
+            except BaseException as second:
+                print("Error in sys.excepthook:", file=sys.stderr)
+                if second.__context__ is error:
+                    second.__context__ = None
+                traceback.print_exception(type(second), second, second.__traceback__.tb_next if second.__traceback__ else None)
+                print("\nOriginal exception was:", file=sys.stderr)
+                traceback.print_exception(type(error), error, trace)
+        elif sys.stderr is not None:  # else it would be printed to sys.stdout
             traceback.print_exception(type(error), error, trace)
     except BaseException:
         pass
@@ -290,7 +307,7 @@ def finish(code: int | str, answer: bytes | None, value: int, value_len: int, sp
     elif message is not None and value:
         deliver(2, message.encode("utf-8", "replace")[:4000], value)
     # Files that nobody closed are written when their objects go.
-    out, err, plain_out, plain_err = sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__
+    out, err, plain_out, plain_err = (getattr(sys, name, None) for name in ("stdout", "stderr", "__stdout__", "__stderr__"))
     space.clear()
     if workdir:
         for module in list(sys.modules.values()):
@@ -301,13 +318,15 @@ def finish(code: int | str, answer: bytes | None, value: int, value_len: int, sp
         collect()
     except BaseException:
         pass
-    for stream in (out, plain_out, err, plain_err):
+    for stream, counts in ((out, True), (err, True), (plain_out, False), (plain_err, False)):
         try:
             if stream is not None and not stream.closed:
                 stream.flush()
-        except BaseException:
-            if stream is out and status == 0:
+        except BaseException as error:
+            if counts and status != -2:
                 status = 120
+            if counts and stream is out and err is not None:
+                print(f"Exception ignored in: {out!r}\n{type(error).__name__}: {error}", file=err)
     if status == -2:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
@@ -339,9 +358,13 @@ workdir = warm_up()
 # As much of a call's world as all have in common.
 default = ("main.py", os.path.join(workdir, "main.py"))
 sys.argv = [default[0]]
+sys.orig_argv = ["python3", default[0]]
 sys.path[0] = workdir
 itself, main = sys.modules["__main__"], Module("__main__")
+if sys.version_info < (3, 14):
+    main.__dict__["__annotations__"] = {}
 main.__dict__["__builtins__"] = builtins
+main.__dict__["__cached__"] = None
 sys.modules["__main__"] = main
 seed = sys.modules["numpy.random"].seed if "numpy.random" in sys.modules else None
 main.__dict__["__file__"] = default[1]
