@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 
 from opendsec.api.errors import Conflict
+from opendsec.images.tarheader import BLOCK
 from opendsec.kernel import fds
 from opendsec.runtime.files import tarball
 from opendsec.runtime.files.beneath import Tree, closing, kind_of, open_entry, text
@@ -154,7 +155,7 @@ class _Archiver:
                 got = tarball.copy(file, self._out, st.st_size)
         if got < st.st_size:
             self._problem(name, f"became shorter while it was read: {st.st_size - got} bytes are zeros")
-        missing = st.st_size - got + -st.st_size % tarball.BLOCK
+        missing = st.st_size - got + -st.st_size % BLOCK
         while missing > 0:
             part = min(missing, MAX_BUFFER)
             self._write(bytes(part))
