@@ -25,7 +25,7 @@ THIRD_PARTY = {
     "policy": set(),
     "api": {"msgspec"},
     "images": {"msgspec", "obstore", "zstandard"},
-    "runtime": {"msgspec", "qemu"},
+    "runtime": {"msgspec", "qemu", "zstandard"},
     "observe": {"msgspec", "structlog"},
     "edge": {"msgspec", "uvicorn", "uvloop", "httptools", "structlog"},
     "client": {"msgspec", "httpx", "typer", "click", "rich"},
