@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# program → Debian package. A program that is there, however it came, is not installed again.
+# program, or file → Debian package. What is there, however it came, is not installed again.
 declare -A PACKAGES=(
     [cc]="gcc libc6-dev" [bwrap]=bubblewrap [crun]=crun [mkfs.erofs]=erofs-utils [mmdebstrap]=mmdebstrap
     [mkfs.btrfs]=btrfs-progs [losetup]=mount [ip]=iproute2
@@ -15,6 +15,8 @@ declare -A PACKAGES=(
     [skopeo]=skopeo [umoci]=umoci [docker-registry]=docker-registry
     # Virtual machines. The guests' kernel comes as a Debian package, which is packed by these.
     [qemu-system-x86_64]=qemu-system-x86 [qemu-img]=qemu-utils [xz]=xz-utils [zstd]=zstd
+    # Full machines: their firmware, and what fills the boot partition of a disk without mounting it.
+    [/usr/share/OVMF/OVMF_CODE_4M.fd]=ovmf [mkfs.vfat]=dosfstools [mcopy]=mtools [syslinux]="syslinux syslinux-common"
 )
 QEMU_OLDEST=1:9 # older ones cannot be given /dev/kvm as a descriptor
 PATH="$PATH:/usr/sbin:/sbin"
@@ -31,7 +33,7 @@ find_python() {
 
 wanted=()
 for program in "${!PACKAGES[@]}"; do
-    command -v "$program" >/dev/null || wanted+=(${PACKAGES[$program]})
+    command -v "$program" >/dev/null || [ -e "$program" ] || wanted+=(${PACKAGES[$program]})
 done
 python=$(find_python) || wanted+=(python3 python3-venv)
 
