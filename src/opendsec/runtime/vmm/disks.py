@@ -18,7 +18,7 @@ MIB = 1 << 20
 CLUSTER_BITS = 16
 CLUSTER = 1 << CLUSTER_BITS
 _ENTRIES = CLUSTER // 8  # of an L2 table
-_HEADER = struct.Struct(">4sIQIIQIIQQIIQQQQII")
+HEADER = struct.Struct(">4sIQIIQIIQQIIQQQQII")
 _INODE_BYTES = 256
 _FIXED_BYTES = 4 * MIB  # superblocks, group descriptors, bitmaps of a small file system
 _BLOCK = 4096
@@ -70,7 +70,7 @@ def empty_overlay(size_bytes: int) -> bytes:
     l1_entries = -(-size_bytes // (CLUSTER * _ENTRIES))
     l1_clusters = max(-(-l1_entries * 8 // CLUSTER), 1)
     used = 3 + l1_clusters
-    header = _HEADER.pack(
+    header = HEADER.pack(
         *(b"QFI\xfb", 3, 0, 0, CLUSTER_BITS, size_bytes, 0, l1_entries, 3 * CLUSTER, CLUSTER, 1, 0, 0),
         *(0, 0, 0, 4, 104),  # features; reference counts of 16 bits; length of this header
     )

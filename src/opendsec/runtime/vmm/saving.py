@@ -20,16 +20,20 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from opendsec.api.errors import Conflict, Internal, SandboxLost
+from opendsec.api.errors import Conflict, Internal, OpenDSecError, SandboxLost
 from opendsec.images.waiting import in_thread, to_the_end
 from opendsec.runtime.backend import SnapshotRecord
-from opendsec.runtime.vmm import disks
+from opendsec.runtime.vmm import disks, qcow2
 from opendsec.runtime.vmm.process import Vmm
 from opendsec.runtime.vmm.records import vm_record_of
 from opendsec.runtime.vmm.store import BoxState, SnapshotState
 
 if TYPE_CHECKING:
     from opendsec.runtime.vmm.handle import VmHandle
+
+
+MANY_DISKS = 8
+MAX_DISKS = 64
 
 
 def node_of(generation: int) -> str:
@@ -48,6 +52,8 @@ async def _pause(handle: VmHandle) -> None:
     after = msgspec.structs.replace(box, state="paused", memory="own", saves=box.saves + 1, vmm=None)
     ram, devices = store.saved(after)
     try:
+        for path in (ram, devices):  # of a pause in which an edge died
+            path.unlink(missing_ok=True)
         await vmm.stop()
         await vmm.save_devices(devices)
         await vmm.dump_memory(ram)
@@ -62,9 +68,11 @@ async def _pause(handle: VmHandle) -> None:
     handle.let_go_of_vmm()
     await handle.channel.detach()
     handle.update(after)
-    await vmm.kill()
-    await in_thread(_drop_older, store.box(box.sandbox_id), after)
-    await handle.backend.collect_soon(box)
+    with contextlib.suppress(OpenDSecError, OSError):  # it is paused, whatever stays behind for a while
+        await vmm.kill()
+    with contextlib.suppress(OSError):
+        await in_thread(_drop_older, store.box(box.sandbox_id), after)
+        await handle.backend.collect_soon(box)
 
 
 def _drop_older(folder: Path, box: BoxState) -> None:
@@ -83,9 +91,12 @@ async def _snapshot(handle: VmHandle, snapshot_id: str, *, memory: bool) -> Snap
     vmm, store = handle.vmm, handle.backend.store
     if store.read_snapshot(snapshot_id) is not None:
         raise Conflict(f"there is a snapshot {snapshot_id} already")
+    if len(handle.box.disks) >= MAX_DISKS:
+        raise Conflict(f"its disk lies on {len(handle.box.disks)} others, of snapshots of snapshots; the most is {MAX_DISKS}")
     with handle.backend.keeping(snapshot_id):
         try:
             await _still(handle, vmm, snapshot_id, memory=memory)
+            shortened = await in_thread(_shorten, handle)
             box = handle.box
             record = SnapshotRecord(
                 snapshot_id=snapshot_id,
@@ -98,6 +109,8 @@ async def _snapshot(handle: VmHandle, snapshot_id: str, *, memory: bool) -> Snap
                 vm=vm_record_of(box),
             )
             await in_thread(store.write_snapshot, SnapshotState(record=record, disks=box.disks))
+            if shortened:
+                await handle.backend.collect_soon(box)
             return record
         except BaseException:
             await in_thread(shutil.rmtree, store.memory(snapshot_id), ignore_errors=True)
@@ -140,16 +153,40 @@ async def _push(handle: VmHandle, vmm: Vmm, disk_id: str) -> None:
         await vmm.push_overlay(top, fresh, node_of(after.generation))
     except BaseException:
         if await _pushed(vmm, after) is False:
-            await in_thread(store.write_box, before)
-            fresh.unlink(missing_ok=True)
+            fresh.unlink(missing_ok=True)  # first: what is to be written needs room
             store.disk(disk_id).unlink(missing_ok=True)
+            await in_thread(store.write_box, before)
             raise
     handle.update(after)
     store.own_disk(before).unlink(missing_ok=True)  # it has its other name
 
 
+def _shorten(handle: VmHandle) -> bool:
+    """Make one of the disks that were frozen one upon another, if they have become many: the last has it all then, and may lie on
+    those before or not. Whoever has it open has the one from before."""
+    store, box = handle.backend.store, handle.box
+    frozen = box.disks[_above_template(box.disks) :]
+    if len(frozen) < MANY_DISKS:
+        return False
+    top = store.disk(frozen[-1])
+    fresh = top.with_name(f".{top.name}.new")
+    fresh.unlink(missing_ok=True)
+    qcow2.merge([store.disk(one) for one in frozen], fresh)
+    fresh.rename(top)
+    short = msgspec.structs.replace(box, disks=(*box.disks[: -len(frozen)], frozen[-1]))
+    store.write_box(short)
+    handle.update(short)
+    return True
+
+
+def _above_template(names: tuple[str, ...]) -> int:
+    """Where those begin that lie on the last template's disk."""
+    return max((index + 1 for index, name in enumerate(names) if name.startswith("template-")), default=0)
+
+
 def _prepare(own: Path, frozen: Path, fresh: Path, size: int) -> None:
     os.link(own, frozen)
+    fresh.unlink(missing_ok=True)  # of a snapshot in which an edge died
     disks.write_overlay(fresh, size)
 
 
