@@ -7,6 +7,22 @@
 
 #include "guest_boot.h"
 
+/* Limits go down to groups below one that has no processes of its own: so we move into a leaf. */
+static void share_out(int own)
+{
+	struct statfs fs;
+	if (fstatfs(own, &fs) < 0 || fs.f_type != CGROUP2_SUPER_MAGIC)
+		return;
+	mkdirat(own, "agent", 0755);
+	int leaf = openat(own, "agent", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+	if (leaf >= 0 && write_text(leaf, "cgroup.procs", "0") >= 0) {
+		write_text(own, "cgroup.subtree_control", "+pids");
+		write_text(own, "cgroup.subtree_control", "+memory");
+		write_text(own, "cgroup.subtree_control", "+cpu");
+	}
+	close_fd(&leaf);
+}
+
 /* A cgroup below the one that the kernel says we are in. The service must have it delegated (systemd: Delegate=yes). */
 static int own_group(void)
 {
@@ -19,6 +35,7 @@ static int own_group(void)
 			int own = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC), group;
 			if (own < 0)
 				return -1;
+			share_out(own);
 			mkdirat(own, GROUP_NAME, 0755);
 			group = openat(own, GROUP_NAME, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
 			close(own);

@@ -14,8 +14,9 @@ from opendsec.runtime.vmm import keys
 from opendsec.runtime.vmm.process import Vmm
 
 AXIS = 0x7FFF  # both axes of the pointer go from 0 to this
-# The machine's keyboard keeps no more than 16 events that its guest has not read; an emulated guest reads every hundredth of a second.
-KEY_S = 0.02
+# The machine's keyboard keeps no more than 16 events that its guest has not read, and what does not fit is lost; nothing tells how many there
+# are. So time is left for a guest to read them, more where it is emulated.
+KEY_S = {"kvm": 0.01, "tcg": 0.05}
 BUTTON_S = 0.03
 _PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -61,7 +62,7 @@ class VmScreen:
                 for _ in range(count):
                     await self._send([_button(name, True)])
                     await self._send([_button(name, False)])
-                    await asyncio.sleep(KEY_S)
+                    await self._rest()
 
     async def key(self, keys_: str) -> None:
         await self._press([keys.pressed(keys_)])
@@ -82,10 +83,10 @@ class VmScreen:
         async with self._turn:
             for number, stroke in enumerate(strokes):
                 if number:
-                    await asyncio.sleep(KEY_S)
+                    await self._rest()
                 for name in stroke:
                     await self._send([_key(name, True)])
-                await asyncio.sleep(KEY_S)
+                await self._rest()
                 await self._send([_key(name, False) for name in reversed(stroke)])
 
     def _at(self, x: int, y: int) -> list[Event]:
@@ -96,6 +97,9 @@ class VmScreen:
             {"type": "abs", "data": {"axis": axis, "value": round(at * AXIS / max(1, total - 1))}}
             for axis, at, total in (("x", x, width), ("y", y, height))
         ]
+
+    async def _rest(self) -> None:
+        await asyncio.sleep(KEY_S.get(self._vmm().record.accel, KEY_S["tcg"]))
 
     async def _send(self, events: list[Event]) -> None:
         await self._vmm().call("input-send-event", events=events)
