@@ -318,9 +318,10 @@ class MicroVMBackend(VmBackend):
             await handle.end_commands(cut)
             await channel.usage()
             return handle
-        except BaseException:
-            await asyncio.shield(vmm.kill())  # it has run, so it is lost
+        except BaseException as error:
+            await asyncio.shield(vmm.kill())
             self.handles.pop(record.sandbox_id, None)
+            _it_has_run(error)
             raise
 
     async def _resume(self, handle: VmHandle, box: BoxState, template: Template) -> None:
@@ -330,9 +331,10 @@ class MicroVMBackend(VmBackend):
             handle.update(fresh)
             handle.hold(vmm)
             await handle.channel.clock()
-        except BaseException:
+        except BaseException as error:
             handle.let_go_of_vmm()
             await asyncio.shield(vmm.kill())
+            _it_has_run(error)
             raise
 
     async def _bring_back(self, box: BoxState, template: Template) -> tuple[BoxState, Vmm, socket.socket]:
@@ -345,11 +347,23 @@ class MicroVMBackend(VmBackend):
             sock = await vmm.channel()
             fresh = msgspec.structs.replace(fresh, state="running", vmm=vmm.record)
             self.store.write_box(fresh)
-            await vmm.cont()
-            return fresh, vmm, sock
         except BaseException:
             if sock is not None:
                 sock.close()
             await asyncio.shield(vmm.kill())
-            self.store.write_box(box)
             raise
+        try:
+            await vmm.cont()
+            return fresh, vmm, sock
+        except BaseException as error:
+            sock.close()
+            await asyncio.shield(vmm.kill())
+            _it_has_run(error)
+            raise
+
+
+def _it_has_run(error: BaseException) -> None:
+    """For a paused machine that was let run and then ended: its disk has gone on, and its memory as it was saved does not fit it.
+    Raises SandboxLost."""
+    if isinstance(error, Exception) and not isinstance(error, SandboxLost):
+        raise SandboxLost(f"it was resumed, and failed: {error}") from error

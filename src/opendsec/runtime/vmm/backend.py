@@ -85,7 +85,8 @@ class VmBackend:
 
     async def _clear_strangers(self) -> None:
         """Machines that no box names: half-made templates and waiting ones of an edge that died."""
-        known = {box.machine for box in self.store.box_states()}
+        # A paused one has none: if it is there, its edge died before it had ended it.
+        known = {box.machine for box in self.store.box_states() if box.state != "paused"}
         found = {path.name for path in self._run_dir.iterdir()}
         if (top := self._top()).exists():
             found |= {group.name.rpartition("/")[2] for group in top.children()}
@@ -208,10 +209,13 @@ class VmBackend:
         channel: Channel | None = None
         try:
             box = await self._disk_of(vmm, box)
-            if await vmm.status() == "paused":  # an edge that died while it stood still leaves it so
+            stood = await vmm.status() == "paused"  # an edge that died while it stood still leaves it so
+            if stood:
                 await vmm.cont()
             channel = await self.open_channel(await vmm.channel(), box.options.profile)
             await channel.thaw_disk()
+            if stood:
+                await channel.clock()
             await channel.usage()
             handle = VmHandle(self, box, vmm, channel)
             await handle.end_commands(cut)

@@ -191,7 +191,7 @@ class VmStore:
     def clear_unfinished(self) -> None:
         """Of an edge that died: disks of machines that waited, templates and files half made."""
         shutil.rmtree(self.root / "waiting", ignore_errors=True)
-        for name in ("templates", "scratch"):
+        for name in ("templates", "scratch", "snapshots"):
             for path in (self.root / name).glob(".*"):
                 if path.is_dir():
                     shutil.rmtree(path, ignore_errors=True)
@@ -245,14 +245,21 @@ def _used_at(path: Path) -> float:
 def write(path: Path, data: bytes, *, durable: bool = False) -> None:
     """Replace a file at once. `durable`: also if the machine loses power right after."""
     fresh = path.with_name(f".{path.name}.new")
-    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        os.write(fd, data)
-        if durable:
-            os.fdatasync(fd)
-    finally:
-        os.close(fd)
-    fresh.rename(path)
+        with open(fresh, "wb", buffering=0, opener=_private) as file:
+            rest = memoryview(data)
+            while rest:  # of a disk that is nearly full a part may be taken
+                rest = rest[file.write(rest) :]
+            if durable:
+                os.fdatasync(file.fileno())
+        fresh.rename(path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
 def read(path: Path, kind: type[T]) -> T | None:
