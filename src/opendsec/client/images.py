@@ -16,9 +16,11 @@ from opendsec.api.images import (
     BuildRequest,
     Collected,
     ComposeRequest,
+    DebianDiskSource,
     DebianSource,
     DiffReport,
     DirectorySource,
+    DiskSource,
     DockerfileSource,
     ImageConfig,
     ImageDetail,
@@ -40,7 +42,7 @@ from opendsec.client import _core
 from opendsec.client.link import Link
 from opendsec.client.transport import ConnectionBroken
 
-Source: TypeAlias = DirectorySource | DebianSource | DockerfileSource
+Source: TypeAlias = DirectorySource | DebianSource | DockerfileSource | DebianDiskSource | DiskSource
 Progress: TypeAlias = Callable[[BuildEvent], None]
 
 

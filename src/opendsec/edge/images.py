@@ -15,6 +15,7 @@ from opendsec.api.images import (
     Collected,
     ComposeRequest,
     DiffReport,
+    DiskSource,
     DockerfileSource,
     Finding,
     ImageDetail,
@@ -29,7 +30,7 @@ from opendsec.api.images import (
     WarmRequest,
 )
 from opendsec.api.references import Reference
-from opendsec.edge import building
+from opendsec.edge import building, disks
 from opendsec.edge.loading import Loading
 from opendsec.edge.progress import Work, streamed
 from opendsec.images import layers as formats
@@ -187,6 +188,8 @@ class Catalog:
         """Raises InvalidRequest, Denied."""
         if isinstance(request.source, DockerfileSource):
             building.check(request, local=local)
+        elif isinstance(request.source, DiskSource):
+            disks.check(request, local=local)
         else:
             check(request, allow_host_paths=local)
 
@@ -196,6 +199,8 @@ class Catalog:
         async def work(progress: Progress) -> ImageInfo | LayerInfo:
             if isinstance(request.source, DockerfileSource):
                 return await building.build_dockerfile(node, request, progress=progress, local=local)
+            if isinstance(request.source, DiskSource):
+                return await disks.import_disk(node, request, progress=progress, local=local)
             return await build(self.store, request, progress=progress, allow_host_paths=local)
 
         async with aclosing(self._streamed(work)) as events:

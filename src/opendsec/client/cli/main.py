@@ -35,6 +35,8 @@ COMMANDS = (
     ("vnc", "vnc", "vnc"),
     ("pack", "pack", "pack"),
     ("image.build", "image_build", "build"),
+    ("image.build-disk", "image_disk", "build_disk"),
+    ("image.import-disk", "image_disk", "import_disk"),
     ("image.pull", "image_pull", "pull"),
     ("image.push", "image_push", "push"),
     ("image.ls", "image_ls", "ls"),

@@ -17,6 +17,7 @@ from opendsec.runtime.backend import LayerRef, Placement
 from opendsec.runtime.container.backend import ContainerBackend
 from opendsec.runtime.guest.channel import Channel
 from opendsec.runtime.microvm.backend import MicroVMBackend
+from opendsec.runtime.vm.convert import Format, to_raw
 from opendsec.runtime.vm.images import Disks
 from opendsec.runtime.vm.profiles import PROFILES, Profile
 from opendsec.runtime.vm.silent import SilentChannel
@@ -73,6 +74,13 @@ class VMBackend(MicroVMBackend):
             if (snapshot := self.store.read_snapshot(name)) is not None:
                 needed.update(snapshot.record.layers)
         self.images.collect(needed)
+
+    async def convert(self, source: str, format: Format, work: Path, target: Path) -> int:
+        """Make a disk image of another kind a raw one, `target`; its size. See `convert`."""
+        if missing := (*self._missing, *self.containers.missing):
+            raise Unsupported(f"this machine cannot run VMs: {'; '.join(missing)}", field="source")
+        place = self.place_named(self.new_machine(), uid=self._new_uid())
+        return await to_raw(await self.containers.spawner(), self.store.root / "tools", place, Path(source), format, work, target)
 
     # --- create ----------------------------------------------------------------------------------------------------------
 
