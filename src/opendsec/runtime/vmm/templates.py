@@ -49,6 +49,9 @@ WARM_UP = (("/bin/sh", "-c", "ls / >/dev/null; (:)"), ("/bin/sh", "-c", "echo wa
 # A second after it has booted the kernel has measured its clock and begins to use it; a clone need not do that again.
 CLOCK = "/sys/devices/system/clocksource/clocksource0/current_clocksource"
 SETTLED = ("/bin/sh", "-c", f'for i in 1 2 3 4 5 6 7 8; do read now <{CLOCK}; case "$now" in tsc|kvm-clock) exit;; esac; sleep 1; done')
+# What was used in the last second is not given up: a guest whose memory is full has a process killed instead of reading programs from its
+# disk again and again.
+NO_THRASHING = ("/bin/sh", "-c", "cd /sys/kernel/mm/lru_gen && echo y >enabled && echo 1000 >min_ttl_ms")
 WARM_ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 
 
@@ -140,7 +143,7 @@ class Templates:
             "memory": wanted.memory_bytes,
             "disk": (wanted.disk_bytes, wanted.inodes),
             "disks": wanted.disks,
-            "warm": (SETTLED, WARM_UP),
+            "warm": (NO_THRASHING, SETTLED, WARM_UP),
         }
         return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:24]
 
@@ -230,6 +233,7 @@ class Templates:
             try:
                 channel = await Channel.open(await vmm.channel(), poller=self._poller(), timeout_s=self.boot_timeout_s)
                 async with asyncio.timeout(WARM_TIMEOUT_S):
+                    await _run(channel, NO_THRASHING)
                     await _run(channel, SETTLED)
                     await warm_up(channel)
                 await channel.detach()
