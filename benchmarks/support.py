@@ -7,9 +7,11 @@ import asyncio
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import opendsec as od
 from opendsec.client import launch
@@ -17,6 +19,14 @@ from opendsec.images.store import ImageStore
 from tests.images import BASE, link_store
 
 IMAGE = BASE
+T = TypeVar("T")
+
+
+async def timed(doing: Coroutine[None, None, T]) -> tuple[T, float]:
+    """Its result, and the milliseconds until then."""
+    began = time.perf_counter()
+    result = await doing
+    return result, (time.perf_counter() - began) * 1000
 
 
 def image_layers(images: Path, image: str = IMAGE) -> list[tuple[Path, Path]]:
