@@ -57,12 +57,15 @@ class Parts:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             path = folder / f"{key}.elf"
             if not path.exists():
-                modules = {name: found.module(root, name).read_bytes() for name in found.modules}
-                image = bootimage.build(found.vmlinux(root).read_bytes(), initramfs.build(guestd, modules, found.modules))
-                fresh = folder / f".{key}.{os.getpid()}"
-                fresh.write_bytes(image)
-                fresh.chmod(0o444)
-                fresh.rename(path)
+                with locked(folder / "lock"):  # of all threads too: two sandboxes may be the first
+                    if not path.exists():
+                        modules = {name: found.module(root, name).read_bytes() for name in found.modules}
+                        image = bootimage.build(found.vmlinux(root).read_bytes(), initramfs.build(guestd, modules, found.modules))
+                        fresh = folder / f".{key}"
+                        fresh.unlink(missing_ok=True)
+                        fresh.write_bytes(image)
+                        fresh.chmod(0o444)
+                        fresh.rename(path)
             self._boot = BootImage(key, path)
         return self._boot
 
