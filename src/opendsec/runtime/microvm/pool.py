@@ -152,6 +152,8 @@ class Pool:
 
     def _filled(self, task: asyncio.Task[None]) -> None:
         self._filling = None
+        if not task.cancelled() and task.exception() is None:
+            self._fill()  # one may have been taken since it looked for the last time
         if not task.cancelled() and (error := task.exception()) is not None:
             raise error  # a bug: the loop's handler is told
 
