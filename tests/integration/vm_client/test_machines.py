@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
@@ -89,23 +90,22 @@ async def test_a_paused_machine_holds_no_process_and_wakes_where_it_was(edge: Ma
         before = (await client.info()).memory_promised_bytes
         await box.pause()
         assert (await client.info()).memory_promised_bytes == before - machine().limits().memory_bytes
-        assert edge.machine_processes() == 0
+        assert edge.machine_processes() - waiting(edge) == 0
         assert await box.files.read("/dev/shm/memory") == "kept"
-        assert (await box.refresh()).state == "running" and edge.machine_processes() == 1
+        assert (await box.refresh()).state == "running"
         first = int(await box.files.read("/tmp/count"))
         while int(await box.files.read("/tmp/count") or 0) <= first:
             await asyncio.sleep(0.05)
         assert (await counting.info()).state == "running"
-        now = (await box.run("date +%s")).check().stdout
-        host = await asyncio.to_thread(_now)
-        assert abs(int(now) - host) <= 2
+        before_s, told, after_s = time.time(), (await box.run("date +%s.%N")).check().stdout, time.time()
+        assert before_s - 1 <= float(told) <= after_s + 1
         await counting.kill()
 
 
-def _now() -> float:
-    import time
-
-    return time.time()
+def waiting(edge: MachineEdge) -> int:
+    """QEMUs that wait to become sandboxes."""
+    boxes = {box.machine for box in edge.store.box_states()}
+    return len(edge.machine_groups() - boxes)
 
 
 async def test_forks_go_on_and_differ(edge: MachineEdge) -> None:
