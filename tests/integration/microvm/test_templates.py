@@ -16,7 +16,6 @@ from opendsec.api.errors import InvalidRequest, NotFound, Unavailable, Unsupport
 from opendsec.api.ids import SNAPSHOT, new_id
 from opendsec.runtime.backend import VmOptions
 from opendsec.runtime.microvm.backend import MicroVMBackend
-from opendsec.runtime.vmm import templates
 from opendsec.runtime.vmm.parts import Parts
 from opendsec.testing.contracts.backend import Setup, output
 from tests.vms import kept
@@ -81,7 +80,7 @@ async def test_what_does_not_boot_is_tried_once_more_and_then_told(
     (tmp_path / "qemu").symlink_to(kept() / "qemu")
     backend = backend_of(vms)
     backend.templates._parts = backend.parts = Parts(backend.store, guestd=guestd, shared=tmp_path)
-    monkeypatch.setattr(templates, "BOOT_TIMEOUT_S", 6.0 if program is HANGS else 60.0)
+    monkeypatch.setattr(backend.templates, "boot_timeout_s", 6.0 if program is HANGS else 60.0)
     with pytest.raises(Unavailable, match=reason) as caught:
         await backend.create(vms.placement())
     assert "its console" in caught.value.message
