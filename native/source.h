@@ -29,6 +29,7 @@ struct python {
 	void (*forget)(void);							   /* PyErr_Clear */
 	long (*length)(void *); /* PyList_Size */
 	void (*release)(void *); /* Py_DecRef */
+	int *depth_left; /* how much deeper functions may call each other, or 0 */
 	void *space, *path, *modules, *threading, *exits, *none_exits, *sys;
 	void *aged, *collect, *all, *young; /* gc.get_objects, gc.collect, and what to call them with */
 	void *stream_names[4], *streams[4], *flushes[4];
@@ -87,6 +88,8 @@ static int run_source(const struct python *p, const u8 *body, long len)
 	if (n >= 3 && same(text, "\xEF\xBB\xBF", 3)) /* a byte order mark, as files may have it */
 		text += 3;
 	void *code = p->compile(text, p->path, FILE_INPUT, &flags, -1);
+	if (p->depth_left) /* as much as the limit says: that we were called took 6 */
+		*p->depth_left = p->depth_left[1];
 	if (!code || !p->eval(code, p->space, p->space))
 		return RAISED;
 	end_plainly(p);

@@ -93,6 +93,42 @@ def test_a_program_text_runs_as_python_runs_it(member: Calls, source: str) -> No
     assert warm.stderr == plain.stderr
 
 
+@pytest.mark.parametrize("limit", [1000, 60])
+def test_functions_call_each_other_as_deep_as_in_python(member: Calls, limit: int) -> None:
+    source = f"import sys\nsys.setrecursionlimit({limit})\ndef f(n):\n    return n and 1 + f(n - 1)\nprint(f({limit - 2}), sys.getrecursionlimit())\nf({limit - 1})\n"
+    warm, plain = member.python(source), member.exec("python3", "main.py", files={"main.py": source.encode()})
+    assert (warm.code, warm.stdout, warm.stderr) == (plain.code, plain.stdout, plain.stderr)
+
+
+# What a pipe or a call can be like when it ends before anybody has looked: all of its output comes back, and counts.
+QUICK = {
+    "more than a pipe has": ("import os\nos.write(1, b'x' * 300_000)", b"x" * 300_000),
+    "a full pipe": (
+        "import os\nos.set_blocking(1, False)\nwhile True:\n    try: os.write(1, b'x' * 4096)\n    except BlockingIOError: os._exit(0)",
+        b"x" * 65_536,
+    ),
+    "a small pipe": ("import fcntl, os\nfcntl.fcntl(1, 1031, 4096)\nos.write(1, b'x' * 9000)", b"x" * 9000),
+    "a large pipe": ("import fcntl, os\nfcntl.fcntl(1, 1031, 1 << 20)\nos.write(1, b'x' * (1 << 20))\nos._exit(0)", b"x" * (1 << 20)),
+    "packets": ("import os, fcntl\nfcntl.fcntl(1, fcntl.F_SETFL, os.O_DIRECT)\n[os.write(1, b'xy') for _ in range(10)]", b"xy" * 10),
+    "what it would take back": (
+        "import os\nos.write(1, b'abc')\ntry:\n    os.read(os.open('/proc/self/fd/1', os.O_RDONLY), 1)\nexcept PermissionError:\n    os._exit(0)",
+        b"abc",
+    ),
+    "closed at once": ("import os\nos.write(2, b'')\nos.closerange(0, 3)\nos._exit(0)", b""),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("source", "told"), QUICK.values(), ids=QUICK.keys())
+def test_output_of_a_call_that_ends_at_once(member: Calls, source: str, told: bytes) -> None:
+    ended = member.python(source, output_bytes=2 * MIB)
+    assert (ended.code, ended.stdout == told, ended.stdout_total, ended.stderr) == (0, True, len(told), b"")
+    if told and "O_DIRECT" not in source:  # of packets, what is not read of one is gone
+        ended = member.python(source, output_bytes=len(told) - 1)
+        assert ended.output_exceeded and ended.stdout == told[:-1] and not ended.spoiled
+    member.check()
+
+
 @pytest.fixture(scope="module")
 def by_python(fn_node: FnNode) -> Iterator[Calls]:
     """A member whose interpreter lacks what the way by its C interface (native/source.h) asks for."""
@@ -159,8 +195,8 @@ def test_programs(member: Calls) -> None:
 
 def test_an_environment(fn_node: FnNode) -> None:
     with fn_node.member(env={"A": "1", "B": "2", "PATH": "/usr/bin:/bin"}, user="games") as calls:
-        told = calls.exec("env", env={"B": "3", "C": ""}).stdout.decode().split("\n")
-        assert sorted(filter(None, told)) == ["A=1", "B=3", "C=", "HOME=/usr/games", "LOGNAME=games", "PATH=/usr/bin:/bin", "USER=games"]
+        lines = calls.exec("env", env={"B": "3", "C": ""}).stdout.decode().split("\n")
+        assert sorted(filter(None, lines)) == ["A=1", "B=3", "C=", "HOME=/usr/games", "LOGNAME=games", "PATH=/usr/bin:/bin", "USER=games"]
         told = calls.says(
             "import os\nprint(*sorted(f'{k}={v}' for k, v in os.environ.items() if k != 'LC_CTYPE'))", env={"B": "3", "C": ""}
         )

@@ -123,8 +123,21 @@ def tools() -> ctypes.Array[ctypes.c_int64] | None:
     own = [thing for item in main.__dict__.items() for thing in item]
     kept.append((objects, own))
     places = [ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value or 0 for name in names.split()]
-    places += [*map(id, objects), len(sys.modules), sys.version_info[1], len(own) // 2, *map(id, own)]
+    places += [recursion(), *map(id, objects), len(sys.modules), sys.version_info[1], len(own) // 2, *map(id, own)]
     return (ctypes.c_int64 * len(places))(*places)
+
+
+def recursion() -> int:
+    """Where it says how much deeper functions may call each other (CPython since 3.11), or 0: where that goes along with the limit."""
+    state = ctypes.pythonapi.PyThreadState_Get
+    state.restype = ctypes.c_void_p
+    words = (ctypes.c_int * 64).from_address(state())
+    limit, found = sys.getrecursionlimit(), set(range(1, 64))
+    for probe in (12347, 23456):
+        sys.setrecursionlimit(probe)
+        found = {at for at in found if words[at] == probe and probe - 100 < words[at - 1] < probe}
+    sys.setrecursionlimit(limit)
+    return ctypes.addressof(words) + 4 * (found.pop() - 1) if len(found) == 1 else 0
 
 
 def begin_pools() -> None:
@@ -362,7 +375,7 @@ sys.orig_argv = ["python3", default[0]]
 sys.path[0] = workdir
 itself, main = sys.modules["__main__"], Module("__main__")
 if sys.version_info < (3, 14):
-    main.__dict__["__annotations__"] = {}
+    main.__annotations__ = {}
 main.__dict__["__builtins__"] = builtins
 main.__dict__["__cached__"] = None
 sys.modules["__main__"] = main
