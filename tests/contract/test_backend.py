@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a backend, over the fake, over containers and over microVMs."""
+"""The contract of a backend, over the fake, over containers, over microVMs and over full VMs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from opendsec.testing.contracts import backend as contract
 from opendsec.testing.contracts.backend import Setup
 from opendsec.testing.fakes.backend import FakeBackend, FakeHandle, FakeMachine
 from opendsec.testing.fakes.parts import IMAGE, fake_images
+from tests.full_vms import DISK, FullNode, debian_disk
+from tests.full_vms import LIMITS as FULL_LIMITS
 from tests.images import BASE, base_store
 from tests.vms import LIMITS, VmNode
 
 
-@pytest.fixture(params=("fake", "container", "microvm"))
+@pytest.fixture(params=("fake", "container", "microvm", pytest.param("vm", marks=pytest.mark.slow)))
 async def setup(request: pytest.FixtureRequest) -> AsyncGenerator[Setup, None]:
     with tempfile.TemporaryDirectory() as folder:
         async for setup in SETUPS[request.param](Path(folder)):
@@ -76,7 +78,21 @@ async def microvm_setup(directory: Path) -> AsyncGenerator[Setup, None]:
         )
 
 
-SETUPS = {"fake": fake_setup, "container": container_setup, "microvm": microvm_setup}
+async def vm_setup(directory: Path) -> AsyncGenerator[Setup, None]:
+    async with FullNode(directory) as node:
+        setup = Setup(
+            make=node.make,
+            layers=ImageStore(debian_disk()).resolve(DISK).layers,
+            murder=lambda handle: os.kill(handle.record.pid, signal.SIGKILL),
+            limits=FULL_LIMITS,
+        )
+        backend = await node.make()
+        await backend.prepare(setup.placement())  # a boot of minutes where the machine is busy, if it is not kept
+        await backend.close()
+        yield setup
+
+
+SETUPS = {"fake": fake_setup, "container": container_setup, "microvm": microvm_setup, "vm": vm_setup}
 
 
 @pytest.mark.parametrize("name", contract.CHECKS)

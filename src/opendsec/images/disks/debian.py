@@ -49,12 +49,13 @@ chmod 755 "$hook"
 _FILES = {
     "etc/fstab": "PARTUUID={root} / ext4 rw,noatime,errors=remount-ro,x-systemd.growfs 0 1\n",
     "usr/lib/repart.d/50-root.conf": "[Partition]\nType=root-x86-64\n",
-    # systemd knows no port otherwise.
-    "etc/udev/rules.d/60-opendsec.rules": 'SUBSYSTEM=="virtio-ports", ATTR{{name}}=="org.opendsec.guest.0", TAG+="systemd"\n',
+    # Started by the port's appearance: a unit that waited for it would give up on a machine that takes its time.
+    "etc/udev/rules.d/60-opendsec.rules": 'SUBSYSTEM=="virtio-ports", ATTR{{name}}=="org.opendsec.guest.0", TAG+="systemd", '
+    'ENV{{SYSTEMD_WANTS}}="dsec-guestd.service"\n',
     "etc/systemd/system/dsec-guestd.service": f"""[Unit]
 Description=OpenDSec's agent in this machine
-BindsTo=dev-virtio\\x2dports-org.opendsec.guest.0.device
-After=dev-virtio\\x2dports-org.opendsec.guest.0.device {{after}}
+StartLimitIntervalSec=0
+After={{after}}
 
 [Service]
 {{ready}}ExecStart=/usr/local/sbin/dsec-guestd --port {PORT} --disk /
@@ -65,9 +66,6 @@ OOMScoreAdjust=-999
 TasksMax=infinity
 LimitNOFILE=524288
 LimitMEMLOCK=infinity
-
-[Install]
-WantedBy=multi-user.target
 """,
 }
 _DESKTOP_FILES = {
@@ -87,6 +85,7 @@ WantedBy=multi-user.target
 """,
     # Whoever waits for the desktop waits for a window manager that answers.
     "usr/local/lib/dsec-session": """#!/bin/sh
+xhost +local: >/dev/null
 xsetroot -solid '#30506a'
 touch /run/dsec-desktop
 exec runuser -u user -- openbox --startup /usr/local/lib/dsec-startup
@@ -107,7 +106,6 @@ EndSection
     "etc/profile.d/opendsec-display.sh": "export DISPLAY=:0\n",
     "etc/X11/Xwrapper.config": "allowed_users=anybody\n",
 }
-_ENABLED: tuple[str, ...] = ("dsec-guestd.service",)
 # Services that do nothing for a sandbox but take time at each boot.
 _MASKED = (
     "apt-daily.timer",
@@ -161,11 +159,11 @@ def _configure(root: Path, root_id: uuid.UUID, *, desktop: bool) -> None:
     fields = _fields_of(desktop) | {"root": str(root_id)}
     for name, text in _FILES.items():
         _write(root / name, text.format(**fields))
-    enabled = _ENABLED
+    enabled: tuple[str, ...] = ()
     if desktop:
         for name, text in _DESKTOP_FILES.items():
             _write(root / name, text, executable=text.startswith("#!"))
-        enabled = (*enabled, "dsec-desktop.service")
+        enabled = ("dsec-desktop.service",)
         _run(["chroot", os.fspath(root), "useradd", "--create-home", "--shell", "/bin/bash", "user"])
     (root / "usr/local/sbin").mkdir(parents=True, exist_ok=True)
     agent = root / "usr/local/sbin/dsec-guestd"
@@ -183,7 +181,7 @@ def _configure(root: Path, root_id: uuid.UUID, *, desktop: bool) -> None:
 
 def _fields_of(desktop: bool) -> dict[str, str]:
     return {
-        "after": "dsec-desktop.service" if desktop else "",
+        "after": "dsec-desktop.service" if desktop else "basic.target",
         "ready": "ExecStartPre=/usr/local/lib/dsec-desktop-wait\nTimeoutStartSec=300\nEnvironment=DISPLAY=:0\n" if desktop else "",
     }
 

@@ -56,8 +56,8 @@ def checked(told: bytes) -> int:
 
 
 async def to_raw(spawner: Spawner, parent: Path, place: Place, source: Path, format: Format, work: Path, target: Path) -> int:
-    """Write the disk in `source` to the new file `target`, both of the host; its size. `parent`: of tools' root directories; `place`: a free
-    one, of which uid, names and staging are used. Raises InvalidRequest, Unavailable."""
+    """Write the disk in `source` to the new file `target`, both of the host; its size. `parent`: of tools' root directories; `place`: a
+    free one, which gets its limits here. Raises InvalidRequest, Unavailable."""
     tool = await in_thread(programs.prepare_tools, parent, ["qemu-img"])
     place = msgspec.structs.replace(place, root=str(tool.root), limits=LIMITS)
     copy = work / "source"

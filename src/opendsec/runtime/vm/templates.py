@@ -7,7 +7,6 @@ What has no guestd has no such moment. Its template is an empty memory and an em
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -24,8 +23,8 @@ from opendsec.runtime.vm.images import Disks
 from opendsec.runtime.vm.profiles import PROFILES, Profile
 from opendsec.runtime.vmm import disks
 from opendsec.runtime.vmm.machine import Disk, Display, Firmware, Image, Machine, Ram
-from opendsec.runtime.vmm.store import Layer, Template, write
-from opendsec.runtime.vmm.templates import WARM_UP, Templates, Wanted
+from opendsec.runtime.vmm.store import Layer, Template
+from opendsec.runtime.vmm.templates import WARM_FACTS, Templates, Wanted, begin
 
 FORMAT = 1  # raise it when something else about a booted machine changes
 VARIABLES = "variables"
@@ -54,7 +53,7 @@ class DiskTemplates(Templates):
             "memory": wanted.memory_bytes,
             "disk": wanted.disk_bytes,
             "disks": wanted.disks,
-            "warm": WARM_UP,
+            "warm": WARM_FACTS,
         }
         return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:24]
 
@@ -107,20 +106,13 @@ class DiskTemplates(Templates):
                 width=wanted.width,
                 height=wanted.height,
             )
-            ram, own = making / "ram", making / "disk"
-            ram.touch(mode=0o600)
-            os.truncate(ram, wanted.memory_bytes)
-            disks.write_overlay(own, template.scratch_bytes)
+            ram, own = await in_thread(begin, making, template)
             begin_variables(profile, making)
             if profile.agent == "guestd":
                 frozen = [self._store.disk(one) for one in wanted.disks]
                 machine = self._machine(template, own, frozen, Ram(str(ram), shared=True), incoming=False)
                 await self._boot_and_save(replace(machine, reboots=False), making / "devices", wanted.accel)
-            await in_thread(_settle, making, template)
-            target = self._store.template(key)
-            shutil.rmtree(target, ignore_errors=True)  # one that could not be read
-            own.rename(self._store.disk(template.disk))
-            making.rename(target)
+            await self._publish(making, template)
             return template
         finally:
             shutil.rmtree(making, ignore_errors=True)
@@ -138,16 +130,3 @@ def copy_variables(template: Path, folder: Path) -> None:
     """Those of a template, for one of its clones."""
     if (template / VARIABLES).exists():
         disks.copy_sparse(template / VARIABLES, folder / VARIABLES)
-
-
-def _settle(making: Path, template: Template) -> None:
-    """What is published is on the disk, so a template that is there is whole."""
-    for path in making.iterdir():
-        os.chown(path, os.geteuid(), os.getegid())
-        path.chmod(0o444)
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    write(making / "template.json", msgspec.json.encode(template), durable=True)

@@ -14,8 +14,8 @@ from opendsec.runtime.vmm import keys
 from opendsec.runtime.vmm.process import Vmm
 
 AXIS = 0x7FFF  # both axes of the pointer go from 0 to this
-# The machine's keyboard keeps no more than 16 events that its guest has not read, and what does not fit is lost; nothing tells how many there
-# are. So time is left for a guest to read them, more where it is emulated.
+# The machine's keyboard keeps no more than 16 events that its guest has not read, and what does not fit is lost; nothing tells how many
+# there are. So time is left for a guest to read them, more where it is emulated.
 KEY_S = {"kvm": 0.01, "tcg": 0.05}
 BUTTON_S = 0.03
 _PNG = b"\x89PNG\r\n\x1a\n"
