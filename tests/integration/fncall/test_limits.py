@@ -185,6 +185,23 @@ def test_a_call_that_is_cancelled_at_any_moment(member: Calls) -> None:
     member.check()
 
 
+def test_a_cancellation_that_meets_the_end_of_its_call(member: Calls) -> None:
+    """It is too late, or just in time; the next call's answer is its own all the same."""
+
+    async def give_up(number: int) -> None:
+        task = asyncio.ensure_future(member.member.call(member.job("source", source=f"print({number})")))
+        for _ in range(number * 7 % 400):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        ended = await member.member.call(member.job("source", source=f"print({-number})"))
+        assert (ended.stdout, ended.spoiled, ended.not_started) == (f"{-number}\n".encode(), "", "")
+
+    for number in range(1, 81):
+        member.node.wait(give_up(number))
+    member.check()
+
+
 def test_denied(member: Calls) -> None:
     """A system call of another architecture ends the process; what is merely refused does not."""
     source = "import ctypes, mmap\nm = mmap.mmap(-1, 4096, prot=7)\nm.write(b'\\xb8\\x14\\x00\\x00\\x00\\xcd\\x80\\xc3')\n"
