@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
@@ -15,6 +15,7 @@ import typer
 if TYPE_CHECKING:
     import msgspec
 
+    from opendsec.api.errors import OpenDSecError
     from opendsec.api.images import Finding
     from opendsec.api.spec import AnySpec
     from opendsec.client._core import CommandOptions
@@ -122,6 +123,34 @@ def show(value: msgspec.Struct, json: bool, human: Callable[[], None]) -> None:
         print_json(value)
     else:
         human()
+
+
+def show_slots(slots: Sequence[Sandbox | OpenDSecError], json: bool) -> int:
+    """The ids of sandboxes that were made, one a line, and on standard error why others were not. The exit code."""
+    from opendsec.api.errors import OpenDSecError
+
+    failed = [slot for slot in slots if isinstance(slot, OpenDSecError)]
+    if json:
+        print_json([{"error": slot.body()} if isinstance(slot, OpenDSecError) else {"sandbox": slot.info} for slot in slots])
+        return FAILED if failed else 0
+    for slot in slots:
+        if not isinstance(slot, OpenDSecError):
+            print(slot.id)
+    for text in sorted({str(error) for error in failed}):
+        print(f"dsec: {sum(str(error) == text for error in failed)} of {len(slots)} failed: {text}", file=sys.stderr)
+    return FAILED if failed else 0
+
+
+def tell_failed(failed: Mapping[str, BaseException], *, quiet: bool) -> int:
+    """Say of each sandbox why it failed. What is no error of ours is raised. The exit code."""
+    from opendsec.api.errors import OpenDSecError
+
+    for sandbox_id, error in failed.items():
+        if not isinstance(error, OpenDSecError):
+            raise error
+        if not quiet:
+            print(f"dsec: {sandbox_id}: {error}", file=sys.stderr)
+    return FAILED if failed else 0
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -33,9 +33,6 @@ def create(
     address: c.Address = None,
 ) -> None:
     """Create sandboxes and print their ids, one a line; a slot that failed says why on standard error."""
-    import sys
-
-    from opendsec.api.errors import OpenDSecError
 
     async def work() -> int:
         spec = c.spec(
@@ -58,15 +55,6 @@ def create(
         )
         async with c.connect(address) as client:
             slots = await client.create_many(spec, count, action_id=action_id)
-        if json:
-            c.print_json([{"error": slot.body()} if isinstance(slot, OpenDSecError) else {"sandbox": slot.info} for slot in slots])
-        failed = [slot for slot in slots if isinstance(slot, OpenDSecError)]
-        if not json:
-            for slot in slots:
-                if not isinstance(slot, OpenDSecError):
-                    print(slot.id)
-            for text in sorted({str(error) for error in failed}):
-                print(f"dsec: {sum(str(error) == text for error in failed)} of {count} failed: {text}", file=sys.stderr)
-        return c.FAILED if failed else 0
+        return c.show_slots(slots, json)
 
     raise typer.Exit(c.execute(work(), json=json))

@@ -22,9 +22,6 @@ def kill(
     """End sandboxes and everything in them."""
     import asyncio
     import signal as signals
-    import sys
-
-    from opendsec.api.errors import OpenDSecError
 
     async def work() -> int:
         ids = list(sandbox or [])
@@ -50,11 +47,6 @@ def kill(
         if json:
             killed = [one for one in ids if one not in failed]
             c.print_json({"killed": killed, "failed": {one: str(error) for one, error in failed.items()}})
-        for one, error in failed.items():
-            if not isinstance(error, OpenDSecError):
-                raise error
-            if not json:
-                print(f"dsec: {one}: {error}", file=sys.stderr)
-        return c.FAILED if failed else 0
+        return c.tell_failed(failed, quiet=json)
 
     raise typer.Exit(c.execute(work(), json=json))

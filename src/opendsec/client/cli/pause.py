@@ -27,9 +27,6 @@ def resume(sandbox: Sandboxes, json: c.Json = False, address: c.Address = None) 
 
 def _each(ids: list[str], what: str, *, json: bool, address: str | None) -> None:
     import asyncio
-    import sys
-
-    from opendsec.api.errors import OpenDSecError
 
     async def work() -> int:
         async with c.connect(address) as client:
@@ -40,11 +37,6 @@ def _each(ids: list[str], what: str, *, json: bool, address: str | None) -> None
         if json:
             sandboxes = [result for result in done if not isinstance(result, BaseException)]
             c.print_json({"sandboxes": sandboxes, "failed": {one: str(error) for one, error in failed.items()}})
-        for one, error in failed.items():
-            if not isinstance(error, OpenDSecError):
-                raise error
-            if not json:
-                print(f"dsec: {one}: {error}", file=sys.stderr)
-        return c.FAILED if failed else 0
+        return c.tell_failed(failed, quiet=json)
 
     raise typer.Exit(c.execute(work(), json=json))
