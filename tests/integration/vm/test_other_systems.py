@@ -25,6 +25,7 @@ from tests.integration.vm import tiny
 pytestmark = pytest.mark.slow
 OPTIONS = VmOptions(profile="other-bios", width=800, height=600)
 WAIT_S = 25.0
+FIRMWARE_S = 180.0  # emulated, on a busy machine
 
 
 @pytest.fixture
@@ -43,11 +44,11 @@ async def setup() -> AsyncGenerator[Setup, None]:
             assert left == []
 
 
-async def says(handle: VmHandle, text: str) -> None:
+async def says(handle: VmHandle, text: str, timeout_s: float = WAIT_S) -> None:
     """Wait until it has said this on its serial port."""
     vmm = handle.vmm
     try:
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(timeout_s):
             while text not in vmm.console():
                 vmm.said.clear()
                 if text not in vmm.console():
@@ -136,3 +137,17 @@ async def test_wrong_requests(setup: Setup) -> None:
             async with setup.box(**fields):
                 pass
         assert raised.value.field == field
+
+
+@pytest.mark.parametrize("profile", ("other-uefi", "android-x86"))
+async def test_firmware_of_other_profiles_looks_for_a_system(setup: Setup, profile: str) -> None:
+    """As far as it goes without one: the firmware runs, and has nothing to start from such a disk."""
+    limits = msgspec.structs.replace(tiny.LIMITS, memory_bytes=1 << 30)
+    placement = setup.placement(vm=msgspec.structs.replace(OPTIONS, profile=profile), limits=limits)
+    handle = await setup.backend.create(placement)
+    try:
+        assert isinstance(handle, VmHandle) and handle.screen is not None
+        await says(handle, "BdsDxe", FIRMWARE_S)
+        assert (await handle.screen.png()).startswith(b"\x89PNG")
+    finally:
+        await handle.destroy()
