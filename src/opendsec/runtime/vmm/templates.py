@@ -52,6 +52,7 @@ SETTLED = ("/bin/sh", "-c", f'for i in 1 2 3 4 5 6 7 8; do read now <{CLOCK}; ca
 # What was used in the last second is not given up: a guest whose memory is full has a process killed instead of reading programs from its
 # disk again and again.
 NO_THRASHING = ("/bin/sh", "-c", "cd /sys/kernel/mm/lru_gen && echo y >enabled && echo 1000 >min_ttl_ms")
+WARM_FACTS = (NO_THRASHING, SETTLED, WARM_UP)  # for the keys of templates
 WARM_ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 
 
@@ -136,14 +137,14 @@ class Templates:
             "boot": boot.key,
             "qemu": programs.digest,
             "accel": wanted.accel,
-            "cpu": _cpu_model() if wanted.accel == "kvm" else "max",
+            "cpu": procfs.cpu_model() if wanted.accel == "kvm" else "max",
             "arch": platform.machine(),
             "layers": [layer.digest for layer in wanted.layers],
             "cpus": wanted.cpus,
             "memory": wanted.memory_bytes,
             "disk": (wanted.disk_bytes, wanted.inodes),
             "disks": wanted.disks,
-            "warm": (NO_THRASHING, SETTLED, WARM_UP),
+            "warm": WARM_FACTS,
         }
         return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:24]
 
@@ -203,10 +204,7 @@ class Templates:
                 scratch_bytes=size,
                 disks=wanted.disks,
             )
-            ram, own = making / "ram", making / "disk"
-            ram.touch(mode=0o600)
-            os.truncate(ram, wanted.memory_bytes)
-            disks.write_overlay(own, size)
+            ram, own = await in_thread(begin, making, template)
             machine = Machine(
                 kind="microvm",
                 cpus=wanted.cpus,
@@ -217,14 +215,17 @@ class Templates:
                 disks=(*layer_disks(wanted.layers), scratch_disk(own, [self._store.disk(one) for one in wanted.disks], empty)),
             )
             await self._boot_and_save(machine, making / "devices", wanted.accel)
-            await in_thread(_settle, making, template)
-            target = self._store.template(key)
-            shutil.rmtree(target, ignore_errors=True)  # one that could not be read
-            own.rename(self._store.disk(template.disk))
-            making.rename(target)
+            await self._publish(making, template)
             return template
         finally:
             shutil.rmtree(making, ignore_errors=True)
+
+    async def _publish(self, making: Path, template: Template) -> None:
+        await in_thread(_settle, making, template)
+        target = self._store.template(template.key)
+        shutil.rmtree(target, ignore_errors=True)  # one that could not be read
+        (making / "disk").rename(self._store.disk(template.disk))
+        making.rename(target)
 
     async def _boot_and_save(self, machine: Machine, devices: Path, accel: Accel) -> None:
         vmm = await Vmm.start(await self._spawner(), machine, self._place(machine, float(os.cpu_count() or 1)), accel=accel)
@@ -292,10 +293,18 @@ def last_words(console: str) -> str:
     return " / ".join((telling or lines)[-5:])[-600:] or "nothing"
 
 
+def begin(making: Path, template: Template) -> tuple[Path, Path]:
+    """Its memory and its disk, both empty."""
+    ram, own = making / "ram", making / "disk"
+    ram.touch(mode=0o600)
+    os.truncate(ram, template.memory_bytes)
+    disks.write_overlay(own, template.scratch_bytes)
+    return ram, own
+
+
 def _settle(making: Path, template: Template) -> None:
     """What is published is on the disk, so a template that is there is whole."""
-    for name in ("ram", "disk", "devices"):
-        path = making / name
+    for path in making.iterdir():
         os.chown(path, os.geteuid(), os.getegid())
         path.chmod(0o444)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -304,10 +313,6 @@ def _settle(making: Path, template: Template) -> None:
         finally:
             os.close(fd)
     write(making / "template.json", msgspec.json.encode(template), durable=True)
-
-
-def _cpu_model() -> str:
-    return procfs.cpu_model()
 
 
 @contextlib.asynccontextmanager
