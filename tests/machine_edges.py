@@ -36,9 +36,17 @@ class MachineEdge(EdgeProcess):
 
     def machine_groups(self) -> set[str]:
         """The names of the control groups of this edge's machines."""
+        return {group.name.rpartition("/")[2] for group in self._groups()}
+
+    def machine_cpu_us(self) -> int:
+        """CPU time that its machines have used."""
+        return sum(group.usage().cpu_us or 0 for group in self._groups())
+
+    def _groups(self) -> list[cgroups.Group]:
         edge_id = (self.state_dir / "edge.id").read_text().strip()
-        top = cgroups.discover().group(f"{edge_group(edge_id)}-microvm")
-        return {group.name.rpartition("/")[2] for group in top.children()} if top.exists() else set()
+        hierarchies = cgroups.discover()
+        top = hierarchies.group(f"{edge_group(edge_id)}-microvm")
+        return [hierarchies.group(group.name) for group in top.children()] if top.exists() else []
 
     def strays(self, sandboxes: Collection[str]) -> set[str]:
         """What is there of machines that belongs neither to one of these sandboxes nor to those that wait, and to no snapshot."""
