@@ -69,12 +69,16 @@ def test_what_is_pressed() -> None:
 TOLD = """              Block Name    PSize              Offset               Used              Total                HVA  RO\r
                      ram    4 KiB  0x0000000000000000 0x0000000004000000 0x0000000004000000 0x00007fce17e00000  rw\r
    0000:00:02.0/vga.vram    4 KiB  0x00000000048c0000 0x0000000001000000 0x0000000001000000 0x00007fce16c00000  rw\r
+            system.flash1    4 KiB  0x0000000005100000 0x0000000000084000 0x0000000000084000 0x00007fce68000000  rw
     /rom@etc/acpi/tables    4 KiB  0x0000000005900000 0x0000000000020000 0x0000000000200000 0x00007fce68a00000  ro\r
 """
 
 
 def test_memory_of_devices() -> None:
-    assert blocks.parse(TOLD) == [blocks.Block("0000:00:02.0/vga.vram", 0x7FCE16C00000, 1 << 24)]
+    assert blocks.parse(TOLD) == [
+        blocks.Block("0000:00:02.0/vga.vram", 0x7FCE16C00000, 1 << 24),
+        blocks.Block("system.flash1", 0x7FCE68000000, 0x84000),
+    ]
     with pytest.raises(Internal):
         blocks.parse(TOLD.replace("0x0000000001000000 0x0000000001000000", "0x0000000041000000 0x0000000041000000"))
 

@@ -47,7 +47,7 @@ def parse(told: str) -> list[Block]:
     """Of the monitor's `info ramblock`: what the machine can write to and is not the guest's main memory. Raises Internal."""
     found = [Block(line["name"], int(line["at"], 16), int(line["used"], 16)) for line in _LINE.finditer(told)]
     found = [block for block in found if block.name != MAIN]
-    if len(found) > MAX_BLOCKS or any(not 0 < block.size <= MAX_BYTES or block.size % PIECE for block in found):
+    if len(found) > MAX_BLOCKS or any(not 0 < block.size <= MAX_BYTES or block.size % process_memory.PAGE for block in found):
         raise Internal("QEMU has more memory of its own than a machine of ours can have")
     return found
 
@@ -65,7 +65,7 @@ def append(pid: int, blocks: list[Block], path: Path) -> None:
                 ranges: list[tuple[int, int]] = []
                 for at in range(0, block.size, PIECE):
                     if any(piece := buffer[at : at + PIECE]):
-                        ranges.append((at, PIECE))
+                        ranges.append((at, len(piece)))
                         contents.append(piece)
                 saved.append(Saved(block.name, block.size, tuple(ranges)))
         head = msgspec.json.encode(saved)
