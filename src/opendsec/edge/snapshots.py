@@ -139,7 +139,9 @@ class Snapshots:
         return self.list()
 
     def _forget(self, gone: Snapshot) -> None:
-        self._known.pop(gone.row.name, None)
+        if self._known.get(gone.row.name) is not gone:
+            return  # another request was faster, and the name may mean a newer one by now
+        del self._known[gone.row.name]
         try:
             self._node.journal.drop_snapshot(gone.row.id)
         except Unavailable as error:  # the next edge finds that it is not there

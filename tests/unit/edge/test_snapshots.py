@@ -15,7 +15,7 @@ from opendsec.api.spec import MicroVM
 from opendsec.edge import pausing
 from opendsec.edge.admission import Policy
 from opendsec.edge.node import Node
-from opendsec.runtime.backend import Placement
+from opendsec.runtime.backend import Placement, SnapshotRecord
 from tests.unit.edge.conftest import IMAGE, MIB, World, create, create_machines
 
 
@@ -241,3 +241,22 @@ async def test_a_full_disk_keeps_nobody_from_removing_one(world: World, node: No
     world.journal._db.execute("PRAGMA query_only = 0")
     node = await world.restart()
     assert world.journal.snapshots() == []
+
+
+async def test_two_who_remove_one_take_no_newer_one_of_its_name(world: World, node: Node) -> None:
+    info = await source(world, node)
+    await keep(node, info, "name")
+    remove, going = world.machines.remove_snapshot, asyncio.Event()
+
+    async def slowly(record: SnapshotRecord) -> None:
+        await remove(record)
+        await going.wait()
+
+    world.machines.remove_snapshot = slowly  # type: ignore[method-assign]
+    late = asyncio.ensure_future(node.snapshots.remove("name"))
+    await asyncio.sleep(0)
+    world.machines.remove_snapshot = remove  # type: ignore[method-assign]
+    await node.snapshots.remove("name")
+    newer = await keep(node, info, "name")
+    going.set()
+    assert [one.id for one in (await late).snapshots] == [newer.id]
