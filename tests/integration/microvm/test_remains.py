@@ -114,3 +114,17 @@ async def test_a_guest_that_does_not_take_its_clock_after_a_pause_is_lost(vms: S
     with pytest.raises(SandboxLost, match="clock"):
         await vms.backend.resume(record)
     await handle.destroy()
+
+
+async def test_a_full_disk_of_the_host_is_an_error_inside_and_no_standstill(vms: Setup) -> None:
+    assert isinstance(vms.backend, MicroVMBackend)
+    boxes = vms.backend.store.root / "boxes"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", boxes], check=True)
+    try:
+        handle = await made(vms)
+        said, _ = await output(handle, "sh", "-c", "head -c 8000000 /dev/urandom >/tmp/large; sync /tmp/large || echo refused")
+        assert said.split()[-1:] == [b"refused"]
+        assert await handle.vmm.status() == "running"
+        await handle.destroy()
+    finally:
+        subprocess.run(["umount", boxes], check=True)

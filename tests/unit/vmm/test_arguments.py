@@ -48,7 +48,7 @@ def test_a_microvm() -> None:
         "-kernel /kernel",
         "-append console=ttyS0 quiet",
         "-device virtserialport,bus=serial0.0,nr=1,chardev=guest,name=org.opendsec.guest.0",
-        "-device virtio-blk-device,id=scratch,drive=scratch,serial=scratch",
+        "-device virtio-blk-device,id=scratch,drive=scratch,serial=scratch,werror=report",
     ):
         assert f"    {line}" in shown.split(" \\\n"), line
     assert "/host" not in shown and "-incoming" not in words

@@ -217,6 +217,8 @@ def _disks(machine: Machine, suffix: str) -> list[str]:
         number += len(chain)
         node = node_name(disk.id, 0)
         options = f"drive={node},serial={disk.id}" + ("" if disk.boot_index is None else f",bootindex={disk.boot_index}")
+        if not disk.read_only:
+            options += ",werror=report"  # a full disk of the host: else the machine stands still until somebody lets it go on
         if disk.bus == "sata" or disk.bus == "cdrom":
             bus = f"ahci.{port}" if machine.kind == "pc" and disk.bus == "sata" else f"ide.{port}"
             words += ["-device", f"ide-{'cd' if disk.bus == 'cdrom' else 'hd'},id={disk.id},bus={bus},{options}"]
