@@ -164,7 +164,6 @@ class Loader:
         self._inherited = inherited
         self._ended = asyncio.Event()
         self._places: dict[str, Iterator[int]] = {}
-        self._fetched_at_trim = 0
 
     def _own_thread(self) -> None:
         self._own.add(threading.get_native_id())

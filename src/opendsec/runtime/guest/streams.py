@@ -35,7 +35,6 @@ class Output:
         "_taken",
         "_waits",
         "ended",
-        "queued",
         "received",
         "rejected",
         "written",
@@ -49,7 +48,6 @@ class Output:
         self._waits = False
         self._gate: tuple[tuple[Output, int], ...] = ()
         self.received = self.written = 0
-        self.queued = 0
         self.ended = False  # the guest has said its last word
         self.rejected = False  # the host wants no more of it
 
@@ -81,7 +79,6 @@ class Output:
                 return
             data = data[done:]
         self._queue.append(bytes(data))
-        self.queued += len(data)
         self._grant()
         if self._gate_open():
             self._wait()
@@ -134,7 +131,6 @@ class Output:
             done = self._write(data)
             if self._fd < 0:
                 break
-            self.queued -= done
             if done < len(data):
                 self._queue[0] = data[done:]
                 self._grant()
@@ -185,7 +181,6 @@ class Output:
     def shut(self) -> None:
         """Drop what waits, and close."""
         self._queue.clear()
-        self.queued = 0
         self.written = self.received
         self._close()
 

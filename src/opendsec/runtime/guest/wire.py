@@ -55,7 +55,7 @@ MAX_TEXT_BYTES = 1024  # of what a guest says to people
 MAX_SIGNAL = 64
 
 _HEADER = struct.Struct("<IIHHIQ")
-_U16, _U32, _U64, _I64 = struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<Q"), struct.Struct("<q")
+_U16, _U32, _U64 = struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<Q")
 _ENTRY = struct.Struct("<IIIIQqQQ")
 _KINDS = {
     stat.S_IFREG: "file",
@@ -185,9 +185,6 @@ class Fields:
 
     def u64(self) -> int:
         return self._take(_U64)
-
-    def i64(self) -> int:
-        return self._take(_I64)
 
     def raw(self, count: int) -> bytes:
         if self.left < count:

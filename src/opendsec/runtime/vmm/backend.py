@@ -38,7 +38,7 @@ MACHINE = "vm"  # kind of the ids that name machines
 
 
 class VmBackend:
-    """`containers`: started before and closed after; its spawner forks our QEMUs. `root`: `<state>/vm`."""
+    """`containers`: started before and closed after; its spawner forks our QEMUs. `root`: each backend's own."""
 
     name = "vm"
     can: tuple[str, ...] = ("create", "run", "stream", "sessions", "pty", "files", "limits", "pause", "fork", "snapshot")
@@ -61,7 +61,6 @@ class VmBackend:
         self._run_dir = run_dir / self.name
         self._missing = tuple(missing)
         self._keeping: Counter[str] = Counter()  # ids of disks and memory in use that no record names yet
-        self._adopting: dict[str, asyncio.Future[VmHandle]] = {}
         self._poller: Poller | None = None
 
     # --- shared parts --------------------------------------------------------------------------------------------------

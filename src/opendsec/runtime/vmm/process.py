@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One living QEMU: started by the spawner, driven by QMP, known by its pidfd.
 
-It outlives the edge and the spawner. What the next edge needs lies in its directory (`<run_dir>/vm/<name>/`): `qmp` and `guest`, sockets
-that QEMU listens at, and `errors` and `serial`, two FIFOs that it writes to. Those never fill anything up: what nobody reads stays in
-the pipe's buffer, what does not fit is lost, and a guest that floods its serial port costs nothing but itself.
+It outlives the edge and the spawner. What the next edge needs lies in its directory, `<run_dir>/<backend>/<name>/`: `qmp` and `guest`,
+sockets that QEMU listens at, and `errors` and `serial`, two FIFOs that it writes to. Those never fill anything up: what nobody reads stays
+in the pipe's buffer, what does not fit is lost, and a guest that floods its serial port costs nothing but itself.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class SnapshotState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VmStore:
-    """All of it below `root`, which is `<state>/vm`."""
+    """All of it below `root`, which is `<state>/vm`, or `vm-full` of full VMs."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -133,12 +133,6 @@ class VmStore:
         """Memory and device state that a paused box has."""
         here = self.box(box.sandbox_id)
         return here / f"ram-{box.saves}", here / f"devices-{box.saves}"
-
-    def base_memory(self, box: BoxState) -> Path:
-        """The file that a running box's memory lies on."""
-        if not box.memory:
-            return self.template(box.template) / "ram"
-        return self.saved(box)[0] if box.memory == "own" else self.memory(box.memory) / "ram"
 
     # --- boxes ---------------------------------------------------------------------------------------------------------
 
