@@ -70,7 +70,7 @@ def test_memory_that_no_process_has(member: Calls) -> None:
     for kind in ("source", "exec"):
         job = member.job(
             kind, source=HOARD, argv=["python3", "-c", HOARD], output_bytes=4 * MIB, memory_bytes=32 * MIB, disk_bytes=256 * MIB
-        )  # type: ignore[arg-type]
+        )
         ended = member.run(job)
         assert (ended.signal, ended.spoiled) == (9, "")
         # At the limit the kernel may rather drop the program's own text and read it again, for as long as there is time.
