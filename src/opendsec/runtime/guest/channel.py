@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from opendsec.api.spec import Limits
     from opendsec.runtime.guest.files import GuestFiles
 
-OPEN_S = 10.0  # for a guest that runs to answer HELLO
+OPEN_S = 30.0  # for a guest that runs to answer HELLO: of a hundred on a busy machine some wait long
 ANSWER_S = 30.0  # to anything else
 PARK_S = 10.0
 MAX_PENDING = 8192  # requests without an answer; more means that the guest does not listen
