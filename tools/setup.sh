@@ -10,11 +10,11 @@ declare -A PACKAGES=(
     [cc]="gcc libc6-dev" [bwrap]=bubblewrap [crun]=crun [mkfs.erofs]=erofs-utils [mmdebstrap]=mmdebstrap
     [mkfs.btrfs]=btrfs-progs [losetup]=mount [ip]=iproute2
     [nginx]=nginx-light [openssl]=openssl # a web server of ranges and certificates, for tests of remote stores
-    [git]=git [mkfs.ext4]=e2fsprogs # repositories and a file system that runs full, for tests
+    [git]=git [mkfs.ext4]=e2fsprogs [cpio]=cpio # for tests: repositories, a file system that runs full, archives of a boot image
     # OCI images: registries are spoken to by skopeo; umoci and a registry of our own are for tests alone.
     [skopeo]=skopeo [umoci]=umoci [docker-registry]=docker-registry
-    # Virtual machines. The guests' kernel comes as a Debian package, which is packed by these.
-    [qemu-system-x86_64]=qemu-system-x86 [qemu-img]=qemu-utils [xz]=xz-utils [zstd]=zstd
+    # Virtual machines.
+    [qemu-system-x86_64]=qemu-system-x86 [qemu-img]=qemu-utils
     # Full machines: their firmware, and what fills the boot partition of a disk without mounting it.
     [/usr/share/OVMF/OVMF_CODE_4M.fd]=ovmf [mkfs.vfat]=dosfstools [mcopy]=mtools [syslinux]="syslinux syslinux-common"
 )

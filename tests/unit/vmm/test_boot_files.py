@@ -54,8 +54,6 @@ def test_modules_are_collected_with_what_they_need(tmp_path: Path) -> None:
 def test_the_archive_is_one_that_others_read(tmp_path: Path) -> None:
     archive = initramfs.build(b"\x7fELF init", {"one": b"1" * 5, "two": b"22"}, ["two", "one"])
     assert archive == initramfs.build(b"\x7fELF init", {"two": b"22", "one": b"1" * 5}, ["two", "one"])
-    if shutil.which("cpio") is None:
-        pytest.skip("no cpio")
     listed = subprocess.run(["cpio", "-t", "--quiet"], input=archive, capture_output=True, check=True).stdout.decode().split()
     assert {"init", "dev/console", "modules/one.ko", "modules/order"} <= set(listed)
     content = subprocess.run(["cpio", "-i", "--quiet", "--to-stdout", "modules/order"], input=archive, capture_output=True, check=True)
