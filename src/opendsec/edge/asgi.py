@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import hmac
 import secrets
 from collections.abc import Coroutine, Mapping
@@ -17,6 +16,7 @@ from opendsec.api.errors import Internal, OpenDSecError, PlatformError, Unauthor
 from opendsec.api.routes import ROUTES
 from opendsec.edge.http import NDJSON, Disconnected, Duplex, Lines, Message, Raw, Receive, Request, Router, Send, parse_query
 from opendsec.edge.log import Log
+from opendsec.edge.shortage import shortage
 from opendsec.edge.turns import Turns, size_of
 
 _JSON = (b"content-type", b"application/json")
@@ -70,12 +70,10 @@ class App:
     def _internal(self, method: str, path: str, error: Exception) -> PlatformError:
         """What the caller learns of a bug of ours: a number under which the log has the rest. Want of descriptors or of
         space is none."""
-        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            self._log.error("edge.no_descriptors", method=method, path=path, reason=str(error))
-            return Unavailable("this edge has no file descriptors left", data={"resource": "descriptors"})
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            self._log.error("edge.no_space", method=method, path=path, reason=str(error))
-            return Unavailable("no space left on this edge's disk", data={"resource": "disk"})
+        if (want := shortage(error)) is not None:
+            kind = "edge.no_space" if want.data["resource"] == "disk" else "edge.no_descriptors"
+            self._log.error(kind, method=method, path=path, reason=str(error))
+            return want
         incident = secrets.token_hex(6)
         self._log.exception("edge.internal_error", incident=incident, method=method, path=path, kind=type(error).__name__)
         return Internal(f"a bug of the edge; its log tells more under incident {incident}", data={"incident": incident})

@@ -20,6 +20,7 @@ from opendsec.api.spec import BATCH, VM, AnySpec, CreateRequest, Limits, Machine
 from opendsec.edge import admission, lifecycle
 from opendsec.edge.actions import Action, request_digest
 from opendsec.edge.box import Box, Template
+from opendsec.edge.shortage import shortage
 from opendsec.images.store import Resolved
 from opendsec.runtime.backend import Backend, Handle, Placement, SnapshotRecord, VmOptions
 
@@ -218,6 +219,8 @@ def _blame(node: Node, box: Box, error: BaseException) -> OpenDSecError:
     if isinstance(error, OpenDSecError):
         return error
     node.log.error("sandbox.create_failed", sandbox_id=box.id, kind=type(error).__name__, reason=str(error))
+    if (want := shortage(error)) is not None:
+        return want
     return Internal(f"creating a sandbox failed: {type(error).__name__}; the edge's log tells more", data={"sandbox_id": box.id})
 
 

@@ -20,6 +20,7 @@ from opendsec.api.sandboxes import SandboxInfo
 from opendsec.edge import admission, lifecycle
 from opendsec.edge.admission import Promise
 from opendsec.edge.box import Box
+from opendsec.edge.shortage import shortage
 from opendsec.runtime.backend import Handle
 
 if TYPE_CHECKING:
@@ -181,5 +182,7 @@ def _blame(node: Node, box: Box, error: Exception) -> OpenDSecError:
     if isinstance(error, OpenDSecError):
         return error
     node.log.error("sandbox.turn_failed", sandbox_id=box.id, kind=type(error).__name__, reason=str(error))
+    if (want := shortage(error)) is not None:
+        return want
     doing = "pausing" if box.state.pending == "pause" else "resuming"
     return Internal(f"{doing} the sandbox failed: {type(error).__name__}; the edge's log tells more", data={"sandbox_id": box.id})

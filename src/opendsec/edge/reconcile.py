@@ -28,6 +28,7 @@ from opendsec.edge.box import Box, Template
 from opendsec.edge.commands import UNKNOWN
 from opendsec.edge.creating import REFUSED
 from opendsec.edge.node import Node
+from opendsec.edge.shortage import shortage
 from opendsec.edge.snapshots import clear_unfinished
 from opendsec.edge.tables import ActionRow, SnapshotRow
 
@@ -96,15 +97,13 @@ async def _adopt(node: Node, box: Box, rebooted: bool, cut: frozenset[str], turn
             handle = await backend.resume(box.record, cut=cut)
         else:
             handle = await backend.adopt(box.record, cut=cut)
-    except Unavailable as error:
-        if turning == "resume":
+    except Exception as error:
+        if turning and (isinstance(error, Unavailable) or shortage(error) is not None):  # not now: what is stored stays
+            node.log.warning("reconcile.paused", sandbox_id=box.id, reason=f"{type(error).__name__}: {error}")
             node.charge(box, Promise(0, box.promise.disk_bytes))
             node.apply(box, lifecycle.FoundPaused(node.clock.time()))
-            return
-        _lose(node, box, error)
-        return
-    except Exception as error:
-        _lose(node, box, error)
+        else:
+            _lose(node, box, error)
         return
     node.hold(box, handle)
     node.apply(box, lifecycle.Adopted(node.clock.time()))

@@ -64,6 +64,7 @@ class Snapshots:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._known: dict[str, Snapshot] = {}  # by name
+        self._undropped: set[str] = set()  # ids of rows that are to go
         node.layer_users.append(lambda: frozenset(digest for one in self._known.values() for digest in one.template.layers))
 
     def load(self, rows: list[SnapshotRow], templates: dict[int, Template]) -> None:
@@ -101,6 +102,7 @@ class Snapshots:
                     raise Conflict(f"there is a snapshot {name!r} already", field="name")
                 row = _row(snapshot_id, name, box, node.clock.time(), kept=True)
                 with node.journal.transaction():
+                    self._drop_rows()
                     node.journal.put_snapshot(row)
                     action.begin(name, node.clock.time())
                 self._known[name] = Snapshot(row, box.template)
@@ -142,10 +144,22 @@ class Snapshots:
         if self._known.get(gone.row.name) is not gone:
             return  # another request was faster, and the name may mean a newer one by now
         del self._known[gone.row.name]
+        self._forget_row(gone.row)
+
+    def _forget_row(self, row: SnapshotRow) -> None:
+        """If the disk refuses now, later: at the latest the next edge finds that it is not there."""
+        self._undropped.add(row.id)
         try:
-            self._node.journal.drop_snapshot(gone.row.id)
-        except Unavailable as error:  # the next edge finds that it is not there
-            self._node.log.error("journal.not_written", snapshot_id=gone.row.id, reason=str(error))
+            with self._node.journal.transaction():
+                self._drop_rows()
+            self._undropped.clear()
+        except Unavailable as error:
+            self._node.log.error("journal.not_written", snapshot_id=row.id, reason=str(error))
+
+    def _drop_rows(self) -> None:
+        """Those that could not be dropped, which would keep their names from others."""
+        for snapshot_id in self._undropped:
+            self._node.journal.drop_snapshot(snapshot_id)
 
     def forget_missing(self, backend: str, there: Collection[str]) -> None:
         """At start: those of which nothing is stored, `there` is what is."""
@@ -160,7 +174,7 @@ class Snapshots:
         try:
             with contextlib.suppress(Unsupported):  # by a backend that has none, so there is none
                 await node.backends[row.backend].remove_snapshot(record or unfinished(row.id, row.backend))
-            node.journal.drop_snapshot(row.id)
+            self._forget_row(row)
         except OpenDSecError as error:
             node.log.warning("snapshot.not_removed", snapshot_id=row.id, reason=str(error))
 

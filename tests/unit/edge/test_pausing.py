@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Callable, Coroutine
 
 import pytest
@@ -262,8 +263,8 @@ async def test_an_edge_that_dies_while_it_pauses(stored: bool, world: World, nod
         await going
 
 
-@pytest.mark.parametrize("error", [None, Unavailable("not now"), SandboxLost("gone")])
-async def test_an_edge_that_dies_while_it_resumes(error: Unavailable | SandboxLost | None, world: World, node: Node) -> None:
+@pytest.mark.parametrize("error", [None, Unavailable("not now"), OSError(errno.ENOSPC, "full"), SandboxLost("gone")])
+async def test_an_edge_that_dies_while_it_resumes(error: Unavailable | OSError | SandboxLost | None, world: World, node: Node) -> None:
     (info,) = await create_machines(node)
     await pausing.pause(node, info.id)
     node.box(info.id).state, _ = pausing.lifecycle.handle(node.box(info.id).state, pausing.lifecycle.ResumeRequested(0.0))
@@ -282,7 +283,7 @@ async def test_an_edge_that_dies_while_it_resumes(error: Unavailable | SandboxLo
         node = await world.boot()
     finally:
         boot.resume = original  # type: ignore[method-assign]
-    expected = "running" if error is None else "paused" if isinstance(error, Unavailable) else "lost"
+    expected = "running" if error is None else "lost" if isinstance(error, SandboxLost) else "paused"
     assert node.box(info.id).info().state == expected
     assert node.promised.memory_bytes == (100 * MIB if expected == "running" else 0)
 
@@ -324,3 +325,19 @@ async def test_a_layer_that_can_no_longer_be_trusted_loses_paused_sandboxes_too(
     for info in (paused, turning):
         await node.box(info.id).wait_ended()
         assert node.box(info.id).info().state == "lost"
+
+
+async def test_want_of_space_is_told_and_loses_nothing(world: World, node: Node) -> None:
+    (info,) = await create_machines(node)
+    held = handle(world, info)
+    really = held.pause
+
+    async def pause() -> Record:
+        raise OSError(errno.ENOSPC, "full")
+
+    held.pause = pause  # type: ignore[method-assign]
+    with pytest.raises(Unavailable, match="no space"):
+        await pausing.pause(node, info.id)
+    assert node.box(info.id).info().state == "running"
+    held.pause = really  # type: ignore[method-assign]
+    assert (await pausing.pause(node, info.id)).state == "paused"

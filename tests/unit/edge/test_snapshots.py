@@ -260,3 +260,13 @@ async def test_two_who_remove_one_take_no_newer_one_of_its_name(world: World, no
     newer = await keep(node, info, "name")
     going.set()
     assert [one.id for one in (await late).snapshots] == [newer.id]
+
+
+async def test_a_name_freed_on_a_full_disk_is_free(world: World, node: Node) -> None:
+    info = await source(world, node)
+    await keep(node, info, "s")
+    world.journal._db.execute("PRAGMA query_only = 1")
+    await node.snapshots.remove("s")
+    world.journal._db.execute("PRAGMA query_only = 0")
+    newer = await keep(node, info, "s")
+    assert [row.id for row in world.journal.snapshots()] == [newer.id]
