@@ -37,16 +37,13 @@ class Recorder:
             await asyncio.to_thread((self._folder / f"{self._number}.png").write_bytes, picture)
 
 
-async def settled(box: Sandbox, before: bytes) -> bytes:
-    """The screen once it shows something else than before, and does not change any more."""
+async def opened(box: Sandbox, before: bytes) -> None:
+    """Wait until a window is there: it changes what is shown a lot, and when it is complete only a cursor blinks."""
+    last = now = before
     async with asyncio.timeout(PATIENCE_S):
-        last = before
-        while True:
-            await asyncio.sleep(0.5)
-            now = await box.screen.png()
-            if now == last != before:
-                return now
-            last = now
+        while len(last) < len(before) * 3 // 2 or abs(len(now) - len(last)) * 20 > len(last):
+            await asyncio.sleep(1)
+            last, now = now, await box.screen.png()
 
 
 async def edit(box: Sandbox, folder: Path | None) -> str:
@@ -56,7 +53,7 @@ async def edit(box: Sandbox, folder: Path | None) -> str:
     before = await box.screen.png()
     await recorder.step("the desktop")
     editor = await box.start(["l3afpad", FILE], user="user", env={"DISPLAY": ":0", "HOME": "/home/user"})
-    await settled(box, before)
+    await opened(box, before)
     await recorder.step("the editor is open")
     width, height = await box.screen.size()
     await box.mouse.click(width // 2, height // 2)

@@ -85,6 +85,7 @@ async def vm_setup(directory: Path) -> AsyncGenerator[Setup, None]:
             layers=ImageStore(debian_disk()).resolve(DISK).layers,
             murder=lambda handle: os.kill(handle.record.pid, signal.SIGKILL),
             limits=FULL_LIMITS,
+            timeout_s=600.0,
         )
         backend = await node.make()
         await backend.prepare(setup.placement())  # a boot of minutes where the machine is busy, if it is not kept

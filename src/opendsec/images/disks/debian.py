@@ -49,6 +49,8 @@ chmod 755 "$hook"
 _FILES = {
     "etc/fstab": "PARTUUID={root} / ext4 rw,noatime,errors=remount-ro,x-systemd.growfs 0 1\n",
     "usr/lib/repart.d/50-root.conf": "[Partition]\nType=root-x86-64\n",
+    # Debian's own empties /tmp at each boot; but what is made of a snapshot of the disk has all its files.
+    "etc/tmpfiles.d/tmp.conf": "q /tmp 1777 root root -\nq /var/tmp 1777 root root -\n",
     # Started by the port's appearance: a unit that waited for it would give up on a machine that takes its time.
     "etc/udev/rules.d/60-opendsec.rules": 'SUBSYSTEM=="virtio-ports", ATTR{{name}}=="org.opendsec.guest.0", TAG+="systemd", '
     'ENV{{SYSTEMD_WANTS}}="dsec-guestd.service"\n',

@@ -42,6 +42,7 @@ class Setup:
     murder: Callable[[Handle], None]  # kill PID 1 of a sandbox, as a hostile or unlucky inside would
     uid_base: int = 0x70000000
     limits: Limits = LIMITS
+    timeout_s: float = TIMEOUT_S  # of a sandbox's life in a check; more where something boots a whole system
     backend: Backend = field(init=False)
     _made: int = 0
 
@@ -75,7 +76,7 @@ class Setup:
     @contextlib.asynccontextmanager
     async def box(self, **fields: object) -> AsyncIterator[Handle]:
         """A sandbox, destroyed afterwards."""
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(self.timeout_s):
             handle = await self.backend.create(self.placement(**fields))
             try:
                 yield handle
