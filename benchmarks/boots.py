@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 
 import opendsec as od
@@ -87,8 +87,8 @@ class Boots:
         return found | {f"mount {os.fsdecode(one.mount_point)}" for one in procfs.mountinfo()}
 
 
-async def boots(images: Path, report: Report, count: int) -> None:
-    """As many at a time as there are cores."""
+async def boots(images: Path, report: Report, count: int, beside: Coroutine[None, None, None]) -> None:
+    """As many at a time as there are cores. `beside`: what is done meanwhile, for no bound is on their time; it leaves nothing either."""
     with tempfile.TemporaryDirectory(prefix="dsec-bench-", dir="/var/tmp") as folder:
         async with VmNode(Path(folder)) as node:
             backend = await node.make()
@@ -98,7 +98,7 @@ async def boots(images: Path, report: Report, count: int) -> None:
                 made.samples.clear()
                 before, booted = made.things(), backend.templates.boots
                 turns = iter(range(count))
-                await asyncio.gather(*(made.run(lane, turns) for lane in range(os.cpu_count() or 1)))
+                await asyncio.gather(beside, *(made.run(lane, turns) for lane in range(os.cpu_count() or 1)))
                 left = made.things() - before
                 booted = backend.templates.boots - booted
             finally:
