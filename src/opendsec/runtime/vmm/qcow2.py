@@ -29,18 +29,18 @@ _READS_AS_ZERO = 1
 Place = tuple[int, int]  # number of the file, offset or ZERO
 
 
-def clusters(fd: int) -> tuple[int, Iterator[tuple[int, int]]]:
-    """The virtual size of an open file, and what is written in it: (number of the cluster in the disk, offset in the file or ZERO).
+def clusters(fd: int, size: int) -> Iterator[tuple[int, int]]:
+    """What is written in an open file, of a disk of that virtual size: (number of the cluster in the disk, offset in the file or ZERO).
     Raises Unavailable for a file that is not as ours are."""
     data = os.pread(fd, HEADER.size, 0)
     if len(data) < HEADER.size:
         raise Unavailable("a disk is no qcow2 file")
-    (magic, version, _, _, bits, size, crypt, l1_entries, l1, _, _, internal, _, incompatible, *_) = HEADER.unpack(data)
-    known = (magic, version, bits, crypt, internal, incompatible) == (b"QFI\xfb", 3, CLUSTER_BITS, 0, 0, 0)
+    (magic, version, _, _, bits, said, crypt, l1_entries, l1, _, _, internal, _, incompatible, *_) = HEADER.unpack(data)
+    known = (magic, version, bits, said, crypt, internal, incompatible) == (b"QFI\xfb", 3, CLUSTER_BITS, size, 0, 0, 0)
     end = os.fstat(fd).st_size
     if not known or not 0 < l1_entries <= -(-size // (CLUSTER * ENTRIES)) or l1 % CLUSTER or l1 + l1_entries * 8 > end + CLUSTER:
         raise Unavailable("a disk is a qcow2 file of an unknown kind")
-    return size, _walk(fd, size, l1, l1_entries, end)
+    return _walk(fd, size, l1, l1_entries, end)
 
 
 def _walk(fd: int, size: int, l1: int, l1_entries: int, end: int) -> Iterator[tuple[int, int]]:
@@ -64,18 +64,17 @@ def _walk(fd: int, size: int, l1: int, l1_entries: int, end: int) -> Iterator[tu
                 yield cluster, offset
 
 
-def merge(chain: Sequence[Path], target: Path) -> int:
-    """Write to the new file `target` what the files of `chain`, lowest first, are together; the bytes of data in it. Blocks."""
+def merge(chain: Sequence[Path], target: Path, size: int) -> int:
+    """Write to the new file `target` what the files of `chain`, lowest first, are together; the bytes of data in it. All are disks of
+    that virtual size: what the files themselves say of it decides about nothing. Blocks."""
     with ExitStack() as stack:
         sources = []
         for path in chain:
             sources.append(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
             stack.callback(os.close, sources[-1])
-        size, found = 0, dict[int, Place]()
+        found = dict[int, Place]()
         for number, fd in enumerate(sources):
-            here, written = clusters(fd)
-            size = max(size, here)
-            found.update((cluster, (number, offset)) for cluster, offset in written)
+            found.update((cluster, (number, offset)) for cluster, offset in clusters(fd, size))
         fresh = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         stack.callback(os.close, fresh)
         try:

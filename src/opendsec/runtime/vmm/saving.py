@@ -171,7 +171,7 @@ def _shorten(handle: VmHandle) -> bool:
     top = store.disk(frozen[-1])
     fresh = top.with_name(f".{top.name}.new")
     fresh.unlink(missing_ok=True)
-    qcow2.merge([store.disk(one) for one in frozen], fresh)
+    qcow2.merge([store.disk(one) for one in frozen], fresh, box.scratch_bytes)
     fresh.rename(top)
     short = msgspec.structs.replace(box, disks=(*box.disks[: -len(frozen)], frozen[-1]))
     store.write_box(short)

@@ -185,7 +185,7 @@ class VmStore:
     def clear_unfinished(self) -> None:
         """Of an edge that died: disks of machines that waited, templates and files half made."""
         shutil.rmtree(self.root / "waiting", ignore_errors=True)
-        for name in ("templates", "scratch", "snapshots"):
+        for name in ("templates", "scratch", "snapshots", "disks"):
             for path in (self.root / name).glob(".*"):
                 if path.is_dir():
                     shutil.rmtree(path, ignore_errors=True)
