@@ -19,6 +19,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -58,7 +59,8 @@ def kept_store(request: BuildRequest) -> Path:
             store.prepare()
             last: list[BuildEvent] = []
             try:
-                asyncio.run(build(store, request, progress=last.append, allow_host_paths=False))
+                with ThreadPoolExecutor(1) as pool:  # whoever asks may run in a loop
+                    pool.submit(asyncio.run, build(store, request, progress=last.append, allow_host_paths=False)).result()
             except Exception as error:
                 error.add_note(f"while building the image for tests; it said: {[event.message for event in last[-5:]]}")
                 raise

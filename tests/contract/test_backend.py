@@ -25,8 +25,11 @@ from tests.full_vms import LIMITS as FULL_LIMITS
 from tests.images import BASE, base_store
 from tests.vms import LIMITS, VmNode
 
+FIRST = pytest.mark.timeout(900)  # for the one that makes the disk and its template; both are kept
+"""Marks tests of full VMs."""
 
-@pytest.fixture(params=("fake", "container", "microvm", pytest.param("vm", marks=pytest.mark.slow)))
+
+@pytest.fixture(params=("fake", "container", "microvm", pytest.param("vm", marks=[pytest.mark.slow, FIRST])))
 async def setup(request: pytest.FixtureRequest) -> AsyncGenerator[Setup, None]:
     with tempfile.TemporaryDirectory() as folder:
         async for setup in SETUPS[request.param](Path(folder)):
