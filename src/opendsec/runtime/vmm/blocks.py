@@ -22,6 +22,7 @@ from opendsec.runtime.vmm.memory import write_at
 MAIN = "ram"
 MAX_BLOCKS, MAX_BYTES = 16, 64 << 20
 PIECE = 1 << 16  # of zeros nothing is written, in pieces of this size
+MAX_HEAD_BYTES = 1 << 20
 _TRAILER = struct.Struct("<8sQQ")
 _MAGIC = b"DSECBLK\n"
 _LINE = re.compile(
@@ -75,21 +76,28 @@ def append(pid: int, blocks: list[Block], path: Path) -> None:
 
 
 def restore(pid: int, blocks: list[Block], path: Path) -> None:
-    """The reverse, before the device state is loaded. Raises Internal if the machine is another."""
+    """The reverse, before the device state is loaded. The QEMU that wrote the state may have been taken over, and had the file open: every
+    number is checked. Raises Internal if the machine is another."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(fd).st_size
-        magic, state, length = _TRAILER.unpack(os.pread(fd, _TRAILER.size, size - _TRAILER.size))
-        if magic != _MAGIC or state + length > size:
+        trailer = os.pread(fd, _TRAILER.size, max(size - _TRAILER.size, 0))
+        magic, state, length = _TRAILER.unpack(trailer) if len(trailer) == _TRAILER.size else (b"", 0, 0)
+        if magic != _MAGIC or length > MAX_HEAD_BYTES or state + length > size:
             raise Internal("a device state without the memory of its devices")
-        saved = msgspec.json.decode(os.pread(fd, length, state), type=list[Saved])
+        try:
+            saved = msgspec.json.decode(os.pread(fd, length, state), type=list[Saved])
+        except msgspec.DecodeError as error:
+            raise Internal("the memory of devices is damaged") from error
         if [(one.name, one.size) for one in saved] != [(block.name, block.size) for block in blocks]:
             raise Internal("the device state is one of another machine")
+        if any(count != PIECE or not 0 <= offset <= one.size - PIECE for one in saved for offset, count in one.ranges):
+            raise Internal("the memory of devices is damaged")
         at = state + length
         for one, block in zip(saved, blocks, strict=True):
             for offset, count in one.ranges:
                 with mmap.mmap(-1, count) as buffer:
-                    buffer[:] = os.pread(fd, count, at)
+                    buffer[:] = os.pread(fd, count, at).ljust(count, b"\0")
                     process_memory.write_ranges(pid, [(block.address + offset, block.address + offset + count)], buffer)
                 at += count
     finally:
