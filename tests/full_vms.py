@@ -21,7 +21,7 @@ from opendsec.runtime.backend import VmOptions
 from opendsec.runtime.container.backend import ContainerBackend
 from opendsec.runtime.scratch.tmpfs import TmpfsScratch
 from opendsec.runtime.vm.backend import VMBackend
-from opendsec.runtime.vmm.parts import locked
+from opendsec.runtime.vmm.locks import locked
 from opendsec.runtime.vmm.store import VmStore
 from tests.images import kept_store
 from tests.vms import kept as kept_parts

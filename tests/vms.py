@@ -18,7 +18,7 @@ from opendsec.api.spec import Limits
 from opendsec.runtime.container.backend import ContainerBackend
 from opendsec.runtime.microvm.backend import MicroVMBackend
 from opendsec.runtime.scratch.tmpfs import TmpfsScratch
-from opendsec.runtime.vmm.parts import locked
+from opendsec.runtime.vmm.locks import locked
 from opendsec.runtime.vmm.store import VmStore
 
 LIMITS = Limits(cpu=1.0, cpu_weight=100, memory_bytes=128 << 20, disk_bytes=64 << 20, inodes=4096, pids=64, open_files=256)

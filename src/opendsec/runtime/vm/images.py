@@ -17,7 +17,7 @@ from opendsec.api.errors import InvalidRequest
 from opendsec.images.disks import DISK
 from opendsec.images.layers import LayerRef
 from opendsec.images.view import merged
-from opendsec.runtime.vmm.parts import locked
+from opendsec.runtime.vmm.locks import locked
 from opendsec.runtime.vmm.store import Layer
 
 PIECE = 64 << 10

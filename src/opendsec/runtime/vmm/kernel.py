@@ -12,7 +12,6 @@ The kernel once chosen stays until an operator asks for a newer one: a template 
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import lzma
@@ -21,8 +20,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -30,6 +28,7 @@ import zstandard
 
 from opendsec.api.errors import Unavailable
 from opendsec.images import debian
+from opendsec.runtime.vmm.locks import locked
 
 WANTED = (
     "virtio_mmio",
@@ -85,22 +84,12 @@ def installed(root: Path) -> GuestKernel | None:
 def install(root: Path, *, refresh: bool = False) -> GuestKernel:
     """The kernel below `root`, fetched if there is none, or if a newer one is asked for. Raises Unavailable."""
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _locked(root / "lock"):
+    with locked(root / "lock"):
         kernel = installed(root)
         if kernel is not None and not refresh:
             return kernel
         with tempfile.TemporaryDirectory(prefix="tmp-", dir=root) as work:
             return _install(root, Path(work))
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
 
 
 def _install(root: Path, work: Path) -> GuestKernel:

@@ -4,16 +4,13 @@ what goes into them."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from opendsec.api.errors import Unsupported
 from opendsec.runtime.vmm import bootimage, disks, initramfs, kernel, programs
+from opendsec.runtime.vmm.locks import locked
 from opendsec.runtime.vmm.programs import Programs
 from opendsec.runtime.vmm.store import VmStore
 
@@ -82,14 +79,3 @@ class Parts:
                     fresh.chmod(0o444)
                     fresh.rename(path)
         return path, path.stat().st_size
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """One at a time, of all processes."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)

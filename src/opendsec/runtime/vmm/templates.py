@@ -33,8 +33,9 @@ from opendsec.runtime.poller import Poller
 from opendsec.runtime.spawn import Spawner
 from opendsec.runtime.vmm import disks
 from opendsec.runtime.vmm.arguments import Accel
+from opendsec.runtime.vmm.locks import locked
 from opendsec.runtime.vmm.machine import Disk, Image, Machine, Ram
-from opendsec.runtime.vmm.parts import Parts, locked
+from opendsec.runtime.vmm.parts import Parts
 from opendsec.runtime.vmm.process import DIE_TIMEOUT_S, Place, Vmm
 from opendsec.runtime.vmm.store import Layer, Template, VmStore, write
 
