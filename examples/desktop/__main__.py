@@ -19,7 +19,7 @@ from opendsec.client.aio import Sandbox
 
 TEXT = 'Typed by a program: 2 + 2 = 4, and "quotes" too.\n'
 FILE = "/home/user/note.txt"
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 
 
 class Recorder:

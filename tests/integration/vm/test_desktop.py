@@ -22,7 +22,7 @@ OPTIONS = VmOptions(profile="linux-uefi", width=1280, height=800)
 ENV = {"PATH": "/usr/bin:/bin", "DISPLAY": ":0", "HOME": "/home/user"}
 FILE = "/home/user/note.txt"
 TEXT = "Typed: 2 + 2 = 4!"
-PATIENCE_S = 90.0
+PATIENCE_S = 300.0  # an emulated machine on a busy one
 
 
 async def run(handle: VmHandle, *argv: str, user: str = "root") -> str:

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 import struct
 import uuid
 import zlib
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -81,6 +85,26 @@ def test_memory_of_devices() -> None:
     ]
     with pytest.raises(Internal):
         blocks.parse(TOLD.replace("0x0000000001000000 0x0000000001000000", "0x0000000041000000 0x0000000041000000"))
+
+
+def test_memory_of_devices_there_and_back(tmp_path: Path) -> None:
+    size = 0x84000  # the last piece is a short one
+    path = tmp_path / "devices"
+    path.write_bytes(b"state")
+    with mmap.mmap(-1, size) as memory:
+        at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        block = blocks.Block("system.flash1", at, size)
+        memory[5:9], memory[size - 4 :] = b"here", b"last"
+        before = bytes(memory)
+        blocks.append(os.getpid(), [block], path)
+        memory[:] = bytes(size)
+        blocks.restore(os.getpid(), [block], path)
+        assert bytes(memory) == before and path.read_bytes()[:5] == b"state"
+        with pytest.raises(Internal, match="another machine"):
+            blocks.restore(os.getpid(), [blocks.Block("vga.vram", at, size)], path)
+        with pytest.raises(Internal, match="without"):
+            path.write_bytes(b"short")
+            blocks.restore(os.getpid(), [block], path)
 
 
 def info(**fields: object) -> bytes:

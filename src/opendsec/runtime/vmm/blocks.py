@@ -91,7 +91,7 @@ def restore(pid: int, blocks: list[Block], path: Path) -> None:
             raise Internal("the memory of devices is damaged") from error
         if [(one.name, one.size) for one in saved] != [(block.name, block.size) for block in blocks]:
             raise Internal("the device state is one of another machine")
-        if any(count != PIECE or not 0 <= offset <= one.size - PIECE for one in saved for offset, count in one.ranges):
+        if any(not 0 < count <= PIECE or not 0 <= offset <= one.size - count for one in saved for offset, count in one.ranges):
             raise Internal("the memory of devices is damaged")
         at = state + length
         for one, block in zip(saved, blocks, strict=True):
