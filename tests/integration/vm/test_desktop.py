@@ -17,7 +17,7 @@ from opendsec.runtime.vmm.handle import VmHandle
 from opendsec.testing.contracts.backend import Setup
 from tests.full_vms import DESKTOP, LIMITS, FullNode, debian_desktop
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first makes the disk and its template, which are kept
 OPTIONS = VmOptions(profile="linux-uefi", width=1280, height=800)
 ENV = {"PATH": "/usr/bin:/bin", "DISPLAY": ":0", "HOME": "/home/user"}
 FILE = "/home/user/note.txt"
