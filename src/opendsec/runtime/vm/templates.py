@@ -24,7 +24,7 @@ from opendsec.runtime.vm.profiles import PROFILES, Profile
 from opendsec.runtime.vmm import disks
 from opendsec.runtime.vmm.machine import Disk, Display, Firmware, Image, Machine, Ram
 from opendsec.runtime.vmm.store import Layer, Template
-from opendsec.runtime.vmm.templates import WARM_UP, Templates, Wanted, begin
+from opendsec.runtime.vmm.templates import WARM_FACTS, Templates, Wanted, begin
 
 FORMAT = 1  # raise it when something else about a booted machine changes
 VARIABLES = "variables"
@@ -53,7 +53,7 @@ class DiskTemplates(Templates):
             "memory": wanted.memory_bytes,
             "disk": wanted.disk_bytes,
             "disks": wanted.disks,
-            "warm": WARM_UP,
+            "warm": WARM_FACTS,
         }
         return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:24]
 
