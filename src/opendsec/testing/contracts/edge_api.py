@@ -414,7 +414,9 @@ async def sessions_keep_their_state(edge: Edge) -> None:
         busy = {"shell": "true", "action_id": action + "-busy"}
         await edge.refuse(409, "POST", f"{path}/run", busy)
         (running,) = [one for one in (await edge.call(ProcessList, "GET", f"{box}/processes")).processes if one.state == "running"]
-        await edge.call(ProcessInfo, "POST", f"{box}/processes/{running.id}/signal", {"signal": 9})
+        while not waiting.done():  # a signal reaches what the shell has started, and it may not have got that far
+            await edge.call(ProcessInfo, "POST", f"{box}/processes/{running.id}/signal", {"signal": 9})
+            await asyncio.wait({waiting}, timeout=0.1)
         assert (await waiting).outcome == "killed"
         assert (await edge.call(ExecResult, "POST", f"{path}/run", busy)).exit_code == 0  # the refusal was no result
         assert (await edge.call(SessionInfo, "DELETE", path)).state == "closed"
