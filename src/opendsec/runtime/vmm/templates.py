@@ -50,9 +50,9 @@ WARM_UP = (("/bin/sh", "-c", "ls / >/dev/null; (:)"), ("/bin/sh", "-c", "echo wa
 # A second after it has booted the kernel has measured its clock and begins to use it; a clone need not do that again.
 CLOCK = "/sys/devices/system/clocksource/clocksource0/current_clocksource"
 SETTLED = ("/bin/sh", "-c", f'for i in 1 2 3 4 5 6 7 8; do read now <{CLOCK}; case "$now" in tsc|kvm-clock) exit;; esac; sleep 1; done')
-# What was used in the last second is not given up: a guest whose memory is full has a process killed instead of reading programs from its
-# disk again and again.
-NO_THRASHING = ("/bin/sh", "-c", "cd /sys/kernel/mm/lru_gen && echo y >enabled && echo 1000 >min_ttl_ms")
+# What was used in the last tenth of a second is not given up: a guest whose memory is full has a process killed instead of reading
+# programs from its disk again and again. (With a whole second programs were killed while half of the memory was free.)
+NO_THRASHING = ("/bin/sh", "-c", "cd /sys/kernel/mm/lru_gen && echo y >enabled && echo 100 >min_ttl_ms")
 WARM_FACTS = (NO_THRASHING, SETTLED, WARM_UP)  # for the keys of templates
 WARM_ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 
