@@ -8,22 +8,18 @@ with the disks they lie on; a test's own store has links to them.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 from pathlib import Path
-from types import TracebackType
 
-from opendsec.api.ids import EDGE, new_id
 from opendsec.api.images import BuildRequest, DebianDiskSource
 from opendsec.api.spec import Limits
 from opendsec.runtime.backend import VmOptions
-from opendsec.runtime.container.backend import ContainerBackend
-from opendsec.runtime.scratch.tmpfs import TmpfsScratch
 from opendsec.runtime.vm.backend import VMBackend
 from opendsec.runtime.vmm.locks import locked
 from opendsec.runtime.vmm.store import VmStore
 from tests.images import kept_store
+from tests.vms import MachineNode
 from tests.vms import kept as kept_parts
 
 DISK, DESKTOP = "debian-disk", "debian-desktop"
@@ -102,37 +98,20 @@ def prune() -> None:
             path.unlink()
 
 
-class FullNode:
-    """What a backend of full VMs needs around it, in a directory of the test's. `make` gives a started backend of the same edge, each time
-    another one."""
+class FullNode(MachineNode[VMBackend]):
+    """For full VMs."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.edge_id = new_id(EDGE)
-        self.store = VmStore(directory / "vm")
-        for name in ("run", "staging"):
-            (directory / name).mkdir(mode=0o755)
-        directory.chmod(0o755)
-        self.containers = ContainerBackend(
-            edge_id=self.edge_id, scratch=TmpfsScratch(), staging=directory / "staging", lock=directory / "spawner.lock"
-        )
-
-    async def make(self) -> VMBackend:
-        backend = VMBackend(
+    def backend(self) -> VMBackend:
+        return VMBackend(
             edge_id=self.edge_id,
             root=self.store.root,
             run_dir=self.directory / "run",
             containers=self.containers,
             shared=kept_parts(),
         )
-        await backend.start()
-        return backend
 
-    async def __aenter__(self) -> FullNode:
-        await asyncio.to_thread(borrow, self.store)
-        await self.containers.start()
-        return self
+    def borrow(self) -> None:
+        borrow(self.store)
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        await self.containers.close()
-        await asyncio.to_thread(give_back, self.store)
+    def give_back(self) -> None:
+        give_back(self.store)

@@ -12,12 +12,14 @@ import os
 import shutil
 from pathlib import Path
 from types import TracebackType
+from typing import Generic, Self, TypeVar
 
 from opendsec.api.ids import EDGE, new_id
 from opendsec.api.spec import Limits
 from opendsec.runtime.container.backend import ContainerBackend
 from opendsec.runtime.microvm.backend import MicroVMBackend
 from opendsec.runtime.scratch.tmpfs import TmpfsScratch
+from opendsec.runtime.vmm.backend import VmBackend
 from opendsec.runtime.vmm.locks import locked
 from opendsec.runtime.vmm.store import VmStore
 
@@ -88,12 +90,15 @@ def prune() -> None:
                 path.unlink(missing_ok=True)
 
 
-class VmNode:
-    """What a backend of microVMs needs around it, in a directory of the test's. `make` gives a started backend of the same edge, each time
+B = TypeVar("B", bound=VmBackend)
+
+
+class MachineNode(Generic[B]):
+    """What a backend of machines needs around it, in a directory of the test's. `make` gives a started backend of the same edge, each time
     another one."""
 
-    def __init__(self, directory: Path, *, waiting: int = 0, edge_id: str = "") -> None:
-        self.directory, self.waiting = directory, waiting
+    def __init__(self, directory: Path, *, edge_id: str = "") -> None:
+        self.directory = directory
         self.edge_id = edge_id or new_id(EDGE)
         self.store = VmStore(directory / "vm")
         for name in ("run", "staging"):
@@ -103,8 +108,42 @@ class VmNode:
             edge_id=self.edge_id, scratch=TmpfsScratch(), staging=directory / "staging", lock=directory / "spawner.lock"
         )
 
-    async def make(self) -> MicroVMBackend:
-        backend = MicroVMBackend(
+    def backend(self) -> B:
+        """Not started."""
+        raise NotImplementedError
+
+    def borrow(self) -> None:
+        """Have what is kept."""
+        raise NotImplementedError
+
+    def give_back(self) -> None:
+        """Keep what others can use."""
+        raise NotImplementedError
+
+    async def make(self) -> B:
+        backend = self.backend()
+        await backend.start()
+        return backend
+
+    async def __aenter__(self) -> Self:
+        await asyncio.to_thread(self.borrow)
+        await self.containers.start()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.containers.close()
+        await asyncio.to_thread(self.give_back)
+
+
+class VmNode(MachineNode[MicroVMBackend]):
+    """For microVMs. `waiting`: how many wait for each template."""
+
+    def __init__(self, directory: Path, *, waiting: int = 0, edge_id: str = "") -> None:
+        super().__init__(directory, edge_id=edge_id)
+        self.waiting = waiting
+
+    def backend(self) -> MicroVMBackend:
+        return MicroVMBackend(
             edge_id=self.edge_id,
             root=self.store.root,
             run_dir=self.directory / "run",
@@ -112,14 +151,9 @@ class VmNode:
             shared=kept(),
             waiting=self.waiting,
         )
-        await backend.start()
-        return backend
 
-    async def __aenter__(self) -> VmNode:
-        await asyncio.to_thread(borrow, self.store)
-        await self.containers.start()
-        return self
+    def borrow(self) -> None:
+        borrow(self.store)
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        await self.containers.close()
-        await asyncio.to_thread(give_back, self.store)
+    def give_back(self) -> None:
+        give_back(self.store)
