@@ -21,6 +21,7 @@ def edge(test_images: Path, leak_detector: LeakDetector) -> Iterator[MachineEdge
         edge_id = (edge.state_dir / "edge.id").read_text().strip()
         leak_detector.allow("cgroups", f"opendsec-{edge_id}-microvm")  # machines that wait to become sandboxes live on between tests;
         leak_detector.allow("processes", r"^/usr/bin/qemu-system-x86_64 .*-incoming defer")  # tests look at the sandboxes' own
+        leak_detector.allow("processes", f"-m opendsec.edge .*{edge.state_dir}|^dsec-spawner")  # the edge that a test has restarted
         yield edge
     finally:
         edge.remove()
