@@ -16,6 +16,7 @@ from opendsec.api.errors import InvalidRequest, NotFound, Unavailable, Unsupport
 from opendsec.api.ids import SNAPSHOT, new_id
 from opendsec.runtime.backend import VmOptions
 from opendsec.runtime.microvm.backend import MicroVMBackend
+from opendsec.runtime.vmm import arguments
 from opendsec.runtime.vmm.parts import Parts
 from opendsec.testing.contracts.backend import Setup, output
 from tests.vms import kept
@@ -39,6 +40,14 @@ async def test_many_who_want_the_same_wait_for_one_boot(vms: Setup) -> None:
     await vms.restart()
     await backend_of(vms).prepare(placement)
     assert backend_of(vms).templates.boots == 0  # it is there still
+
+
+async def test_another_command_line_makes_another_key(vms: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = backend_of(vms)
+    wanted = backend.wanted(vms.layers, vms.placement())
+    key = backend.templates.key(wanted)
+    monkeypatch.setattr(arguments, "TB_MIB", arguments.TB_MIB * 2)
+    assert backend.templates.key(wanted) != key
 
 
 async def test_every_input_makes_another_key(vms: Setup, tmp_path: Path) -> None:

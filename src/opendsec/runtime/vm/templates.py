@@ -22,6 +22,7 @@ from opendsec.runtime.vm import firmware
 from opendsec.runtime.vm.images import Disks
 from opendsec.runtime.vm.profiles import PROFILES, Profile
 from opendsec.runtime.vmm import disks
+from opendsec.runtime.vmm.arguments import arguments
 from opendsec.runtime.vmm.machine import Disk, Display, Firmware, Image, Machine, Ram
 from opendsec.runtime.vmm.store import Layer, Template
 from opendsec.runtime.vmm.templates import WARM_FACTS, Templates, Wanted, begin
@@ -40,8 +41,11 @@ class DiskTemplates(Templates):
 
     def key(self, wanted: Wanted) -> str:
         profile = PROFILES[wanted.profile]
+        frozen = [Path(one) for one in wanted.disks]
+        machine = self._machine(self._template("", wanted), Path("own"), frozen, Ram("ram"), incoming=True)
         facts = {
             "format": FORMAT,
+            "machine": arguments(machine, wanted.accel),
             "qemu": self._parts.programs().digest,
             "firmware": "" if profile.firmware == "bios" else firmware.find(secure=profile.firmware == "secure").digest(),
             "profile": repr(profile),
@@ -81,31 +85,34 @@ class DiskTemplates(Templates):
             incoming=incoming,
         )
 
+    def _template(self, key: str, wanted: Wanted) -> Template:
+        """Blocks when called for the first time."""
+        return Template(
+            key=key,
+            accel=wanted.accel,
+            qemu=self._parts.programs().digest,
+            boot="",
+            layers=tuple(layer.digest for layer in wanted.layers),
+            cpus=wanted.cpus,
+            memory_bytes=wanted.memory_bytes,
+            scratch="",
+            scratch_bytes=-(-wanted.disk_bytes // disks.MIB) * disks.MIB,
+            disks=wanted.disks,
+            profile=wanted.profile,
+            width=wanted.width,
+            height=wanted.height,
+        )
+
     async def _build(self, key: str, wanted: Wanted) -> Template:
         self.boots += 1
         profile = PROFILES[wanted.profile]
-        programs = await in_thread(self._parts.programs)
         image = await in_thread(self.images.get, wanted.layers[0])
         if wanted.disk_bytes < image.stat().st_size:
             least = -(-image.stat().st_size // disks.MIB)
             raise InvalidRequest(f"must be at least the size of the image's own disk, {least} MiB", field="spec.disk")
         making = Path(tempfile.mkdtemp(prefix=".making-", dir=self._store.root / "templates"))
         try:
-            template = Template(
-                key=key,
-                accel=wanted.accel,
-                qemu=programs.digest,
-                boot="",
-                layers=tuple(layer.digest for layer in wanted.layers),
-                cpus=wanted.cpus,
-                memory_bytes=wanted.memory_bytes,
-                scratch="",
-                scratch_bytes=-(-wanted.disk_bytes // disks.MIB) * disks.MIB,
-                disks=wanted.disks,
-                profile=wanted.profile,
-                width=wanted.width,
-                height=wanted.height,
-            )
+            template = await in_thread(self._template, key, wanted)
             ram, own = await in_thread(begin, making, template)
             begin_variables(profile, making)
             if profile.agent == "guestd":

@@ -32,7 +32,7 @@ from opendsec.runtime.guest.channel import Channel
 from opendsec.runtime.poller import Poller
 from opendsec.runtime.spawn import Spawner
 from opendsec.runtime.vmm import disks
-from opendsec.runtime.vmm.arguments import Accel
+from opendsec.runtime.vmm.arguments import Accel, arguments
 from opendsec.runtime.vmm.locks import locked
 from opendsec.runtime.vmm.machine import Disk, Image, Machine, Ram
 from opendsec.runtime.vmm.parts import Parts
@@ -132,8 +132,11 @@ class Templates:
     def key(self, wanted: Wanted) -> str:
         """Blocks when called for the first time."""
         boot, programs = self._parts.boot_image(), self._parts.programs()
+        held = (*layer_disks(wanted.layers), scratch_disk(Path("own"), [Path(one) for one in wanted.disks], Path("empty")))
+        machine = Machine("microvm", wanted.cpus, wanted.memory_bytes, ram=Ram("ram"), disks=held, incoming=True)
         facts = {
             "format": FORMAT,
+            "machine": arguments(machine, wanted.accel),  # no file of the host is named there; another board cannot load its devices
             "arguments": kernel_arguments(len(wanted.layers), accel=wanted.accel, khz=self.khz),
             "boot": boot.key,
             "qemu": programs.digest,
