@@ -36,7 +36,7 @@ def test_a_microvm() -> None:
     shown = arguments.shown(words)
     assert words == arguments.arguments(MICRO, "tcg")
     for line in (
-        "-machine microvm,memory-backend=ram,suppress-vmdesc=on,rtc=on,isa-serial=on,pit=on,pic=on",
+        "-machine microvm,memory-backend=ram,suppress-vmdesc=on,rtc=on,isa-serial=on,pit=off,pic=off",
         "-accel tcg,thread=multi,tb-size=64",
         "-cpu max",
         "-smp 2",
