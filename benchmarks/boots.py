@@ -34,7 +34,7 @@ async def plain_boots(report: Report, count: int) -> None:
     with tempfile.TemporaryDirectory(prefix="dsec-bench-") as folder:
         boot = Parts(VmStore(Path(folder)), shared=kept()).boot_image()
     append = f"{kernel_arguments(0, accel='tcg', khz=round(procfs.cpu_khz(), -3))} rdinit=/none"
-    command = [QEMU, "-machine", "microvm,rtc=on,isa-serial=on", "-accel", "tcg,thread=multi", "-cpu", "max"]
+    command = [QEMU, "-machine", "microvm,rtc=on,isa-serial=on,pit=off,pic=off", "-accel", "tcg,thread=multi", "-cpu", "max"]
     command += ["-m", f"{LIMITS.memory_bytes // MIB}M", "-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"]
     command += ["-serial", "stdio", "-kernel", str(boot.path), "-append", append]
     samples = []
