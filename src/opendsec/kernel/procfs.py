@@ -97,6 +97,32 @@ def pid_start_time(pid: Pid) -> int:
     return stat(pid).start_time
 
 
+class Scheduling:
+    """What the threads of a process have had of the CPUs. `held`: one of them is in the midst of a system call that nothing interrupts, as
+    reading from a disk is, or was stopped."""
+
+    __slots__ = ("held", "threads")
+
+    def __init__(self, pid: Pid) -> None:
+        self.held = False
+        self.threads: dict[str, tuple[int, int]] = {}  # ns on a CPU, ns waiting for one
+        for thread in os.listdir(path_of(pid, "task")):
+            try:
+                ran, waited = read(path_of(pid, "task", thread, "schedstat")).split()[:2]
+                self.held = self.held or stat(f"{pid}/task/{thread}").state in "DTt"
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # it has ended
+            self.threads[thread] = (int(ran), int(waited))
+
+    def since(self, before: Scheduling) -> tuple[int, int]:
+        """(ns on a CPU, ns waiting for one) of those threads that were there before."""
+        ran = waited = 0
+        for thread, (now_ran, now_waited) in self.threads.items():
+            then_ran, then_waited = before.threads.get(thread, (now_ran, now_waited))
+            ran, waited = ran + now_ran - then_ran, waited + now_waited - then_waited
+        return ran, waited
+
+
 def parse_status(data: bytes) -> dict[str, str]:
     """Field → text. Of a repeated field the first counts: the kernel escapes line ends in Name, so none can be forged."""
     fields: dict[str, str] = {}

@@ -276,7 +276,9 @@ class MicroVMBackend(VmBackend):
         except BaseException:
             sock.close()
             raise
-        return await self.open_channel(sock, profile)
+        channel = await self.open_channel(sock, profile)
+        channel.served = vmm.served
+        return channel
 
     async def identify(self, channel: Channel, hostname: str, pids: int) -> None:
         """Raises Unavailable or SandboxLost if it stays who its template was."""

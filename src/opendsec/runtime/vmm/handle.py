@@ -60,6 +60,7 @@ class VmHandle:
     def hold(self, vmm: Vmm) -> None:
         """This is its QEMU from now on."""
         self._vmm = vmm
+        self.channel.served = vmm.served
         vmm.died.add_done_callback(lambda told: self._on_death(vmm, told.result()))
 
     def let_go_of_vmm(self) -> None:

@@ -84,6 +84,8 @@ class Vmm:
         self._killed = False
         self._reason = ""
         self._loaded, self._load_failure = asyncio.Event(), ""
+        self._stands = False
+        self._scheduling: procfs.Scheduling | None = None
         self._errors = Tail(Path(record.place.directory) / ERRORS_FIFO)
         self._serial = Tail(Path(record.place.directory) / SERIAL_FIFO)
         self._loop.add_reader(pidfd, self._on_death)
@@ -131,6 +133,7 @@ class Vmm:
                     blocks=machine.display is not None or machine.firmware is not None,
                 )
                 vmm = cls(record, pidfd, answer.exited)
+                vmm._stands = machine.incoming
             except BaseException:
                 syscalls.pidfd_send_signal(pidfd, signal.SIGKILL)
                 os.close(pidfd)
@@ -205,9 +208,24 @@ class Vmm:
     async def stop(self) -> None:
         """All virtual CPUs stand still and disks are flushed when this returns; may be repeated."""
         await self.call("stop")
+        self._stands = True
 
     async def cont(self) -> None:
         await self.call("cont")
+        self._stands = False
+
+    def served(self, seconds: float) -> float:
+        """Of so many seconds since this was called last, how many its guest could run: not while it stands still, or waits for a disk,
+        and only as much of the rest as it had a CPU when it wanted one, but for a twentieth, so that there is an end."""
+        before = self._scheduling
+        try:
+            now = self._scheduling = procfs.Scheduling(self.pid)
+        except (OSError, ValueError):  # it is gone, or this kernel does not tell
+            return seconds
+        if self._stands or now.held or before is None:
+            return 0.0
+        ran, waited = now.since(before)
+        return seconds * max(ran / (ran + waited) if waited > 0 else 1.0, 0.05)
 
     async def status(self) -> str:
         """QEMU's own word: running, paused, inmigrate, shutdown, internal-error, …"""
