@@ -16,6 +16,7 @@ declare -A PACKAGES=(
     # Virtual machines.
     [qemu-system-x86_64]=qemu-system-x86 [qemu-img]=qemu-utils
     # Full machines: their firmware, and what fills the boot partition of a disk without mounting it.
+    [swtpm]=swtpm # the TPM of a machine, beside its QEMU
     [/usr/share/OVMF/OVMF_CODE_4M.fd]=ovmf [mkfs.vfat]=dosfstools [mcopy]=mtools [syslinux]="syslinux syslinux-common"
 )
 QEMU_OLDEST=1:9 # older ones cannot be given /dev/kvm as a descriptor

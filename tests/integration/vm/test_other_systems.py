@@ -128,7 +128,7 @@ async def test_screen_keyboard_disk_pause_and_fork(setup: Setup) -> None:
 async def test_wrong_requests(setup: Setup) -> None:
     for fields, field in (
         ({"vm": msgspec.structs.replace(OPTIONS, profile="macos")}, "spec.profile"),
-        ({"vm": msgspec.structs.replace(OPTIONS, profile="windows-11")}, "spec.profile"),
+        ({"vm": msgspec.structs.replace(OPTIONS, profile="windows-11")}, "spec.memory"),
         ({"vm": msgspec.structs.replace(OPTIONS, profile="android-x86")}, "spec.memory"),
         ({"vm": OPTIONS, "layers": setup.layers * 2}, "spec.layers"),
         ({"vm": OPTIONS, "limits": msgspec.structs.replace(tiny.LIMITS, disk_bytes=1 << 20)}, "spec.disk"),

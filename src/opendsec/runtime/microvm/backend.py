@@ -35,6 +35,7 @@ from opendsec.runtime.vmm.parts import GUESTD, Parts
 from opendsec.runtime.vmm.process import Place, Vmm
 from opendsec.runtime.vmm.store import BoxState, Layer, Template
 from opendsec.runtime.vmm.templates import WARM_TIMEOUT_S, Templates, Wanted, cpus_of, memory_of, warm_up
+from opendsec.runtime.vmm.tpm import Tpm
 
 T = TypeVar("T")
 
@@ -262,15 +263,18 @@ class MicroVMBackend(VmBackend):
         else:
             folder = self.store.memory(box.memory) if box.memory else self.store.template(box.template)
             ram, devices = folder / "ram", folder / "devices"
-        machine = self.templates.machine(template, box.layers, self.store.own_disk(box), box.disks, ram)
-        programs = await in_thread(self.parts.programs)
-        place = self.place_named(box.machine, machine, uid=box.uid, cpu=box.limits.cpu, root=programs.root)
-        vmm = await Vmm.start(await self.containers.spawner(), machine, place, accel=box.accel)
+        vmm = await self._start(box, self.templates.machine(template, box.layers, self.store.own_disk(box), box.disks, ram))
         await self._or_kill(vmm, vmm.load(devices))
         return vmm
 
+    async def _start(self, box: BoxState, machine: Machine) -> Vmm:
+        programs = await in_thread(self.parts.programs)
+        place = self.place_named(box.machine, machine, uid=box.uid, cpu=box.limits.cpu, root=programs.root)
+        tpm = Tpm(self.store.box(box.sandbox_id) / "tpm", self.store.root / "tools") if machine.tpm else None
+        return await Vmm.start(await self.containers.spawner(), machine, place, accel=box.accel, tpm=tpm)
+
     async def _first_word(self, vmm: Vmm, profile: str = "") -> Channel:
-        sock = await vmm.channel()
+        sock = await self.dial(vmm, profile)
         try:
             await vmm.cont()
         except BaseException:
@@ -346,7 +350,7 @@ class MicroVMBackend(VmBackend):
             vmm = await self._load(fresh, template)
         sock: socket.socket | None = None
         try:
-            sock = await vmm.channel()
+            sock = await self.dial(vmm, box.options.profile)
             fresh = msgspec.structs.replace(fresh, state="running", vmm=vmm.record)
             self.store.write_box(fresh)
         except BaseException:

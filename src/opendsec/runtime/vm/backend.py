@@ -122,13 +122,14 @@ class VMBackend(MicroVMBackend):
         if box.memory or PROFILES[template.profile].agent == "guestd":
             return await super()._load(box, template)
         ram = self.store.template(box.template) / "ram"
-        machine = replace(self.templates.machine(template, box.layers, self.store.own_disk(box), box.disks, ram), incoming=False)
-        programs = await in_thread(self.parts.programs)
-        place = self.place_named(box.machine, machine, uid=box.uid, cpu=box.limits.cpu, root=programs.root)
-        return await Vmm.start(await self.containers.spawner(), machine, place, accel=box.accel)
+        machine = self.templates.machine(template, box.layers, self.store.own_disk(box), box.disks, ram)
+        return await self._start(box, replace(machine, incoming=False))
+
+    async def dial(self, vmm: Vmm, profile: str) -> socket.socket:
+        return await (vmm.agent() if PROFILES[profile or DEFAULT].agent == "qga" else vmm.channel())
 
     async def open_channel(self, sock: socket.socket, profile: str) -> Channel:
-        if PROFILES[profile or DEFAULT].agent == "none":
+        if PROFILES[profile or DEFAULT].agent != "guestd":
             return SilentChannel(sock, self.poller())
         return await super().open_channel(sock, profile)
 

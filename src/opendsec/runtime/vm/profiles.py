@@ -11,13 +11,13 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """`agent`: who speaks for the guest inside. With guestd there are templates and clones; without, a sandbox begins with a boot of its
-    own. `reboots`: whether the machine goes on when the guest resets it."""
+    """`agent`: who speaks for the guest inside; qga is QEMU's own. With guestd there are templates and clones; without, a sandbox begins
+    with a boot of its own. `reboots`: whether the machine goes on when the guest resets it."""
 
     name: str
     about: str
     firmware: Literal["uefi", "secure", "bios"] = "uefi"
-    agent: Literal["guestd", "none"] = "guestd"
+    agent: Literal["guestd", "qga", "none"] = "guestd"
     board: Literal["q35", "pc"] = "q35"
     bus: Literal["virtio", "sata"] = "virtio"
     vga: bool = False  # the plain adapter, for guests without a virtio driver
@@ -49,13 +49,11 @@ PROFILES = {
             name="windows-11",
             about="Windows 11: secure boot and a TPM",
             firmware="secure",
-            agent="none",
-            bus="sata",
+            agent="qga",
             vga=True,
             tpm=True,
             reboots=True,
             min_memory_bytes=2048 * MIB,
-            refused="a TPM that is paused and forked with its machine is not there yet",
         ),
         Profile(
             name="macos",

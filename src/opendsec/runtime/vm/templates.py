@@ -80,6 +80,8 @@ class DiskTemplates(Templates):
             firmware=uefi,
             disks=(Disk(id="scratch", path=str(own), format="qcow2", backing=backing, boot_index=1, bus=profile.bus),),
             display=Display(template.width, template.height, vga=profile.vga) if template.width else None,
+            channel=profile.agent != "qga",
+            agent=profile.agent == "qga",
             tpm=profile.tpm,
             reboots=profile.reboots,
             incoming=incoming,

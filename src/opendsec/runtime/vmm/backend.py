@@ -110,6 +110,10 @@ class VmBackend:
             self._poller = Poller()
         return self._poller
 
+    async def dial(self, vmm: Vmm, profile: str) -> socket.socket:
+        """A connection to whoever speaks for the guest."""
+        return await vmm.channel()
+
     async def open_channel(self, sock: socket.socket, profile: str) -> Channel:
         """A channel to a guest over a connection to its port, which is the channel's from now on. `profile`: of a full VM."""
         return await Channel.open(sock, poller=self.poller())
@@ -211,7 +215,7 @@ class VmBackend:
             stood = await vmm.status() == "paused"  # an edge that died while it stood still leaves it so
             if stood:
                 await vmm.cont()
-            channel = await self.open_channel(await vmm.channel(), box.options.profile)
+            channel = await self.open_channel(await self.dial(vmm, box.options.profile), box.options.profile)
             await channel.thaw_disk()
             if stood:
                 await channel.clock()

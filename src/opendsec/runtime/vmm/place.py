@@ -41,7 +41,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 def overhead_bytes(machine: Machine) -> int:
     """Memory that QEMU needs besides the guest's: itself, translated code, block caches, the screen's buffers."""
-    return (96 << 20) + (8 << 20) * machine.cpus + ((64 << 20) if machine.display else 0)
+    return (96 << 20) + (8 << 20) * machine.cpus + ((64 << 20) if machine.display else 0) + ((16 << 20) if machine.tpm else 0)
 
 
 def group_limits(machine: Machine, *, cpu: float, cpu_weight: int | None = None) -> dict[str, float | int]:

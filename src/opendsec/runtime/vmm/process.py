@@ -43,6 +43,7 @@ from opendsec.runtime.vmm.place import overhead_bytes as overhead_bytes
 from opendsec.runtime.vmm.place import prepare as prepare
 from opendsec.runtime.vmm.place import remove as remove
 from opendsec.runtime.vmm.qmp import CALL_TIMEOUT_S, Qmp, QmpError, QmpGone, short_path
+from opendsec.runtime.vmm.tpm import Tpm
 
 LOAD_TIMEOUT_S = 60.0
 DIE_TIMEOUT_S = 10.0
@@ -102,19 +103,20 @@ class Vmm:
 
     @classmethod
     async def start(
-        cls, spawner: Spawner, machine: Machine, place: Place, *, accel: Accel, taps: Sequence[int] = (), tpm: int | None = None
+        cls, spawner: Spawner, machine: Machine, place: Place, *, accel: Accel, taps: Sequence[int] = (), tpm: Tpm | None = None
     ) -> Vmm:
-        """Start QEMU and wait until it answers. `taps`, `tpm`: descriptors the caller keeps and closes. On failure nothing is left.
+        """Start QEMU and wait until it answers. `taps`: descriptors the caller keeps and closes. On failure nothing is left.
 
         Files named in the machine are prepared for its uid: what it writes by name is given to it, what it reads by name is made readable.
         """
         directory = Path(place.directory)
         directory.mkdir(mode=0o700, parents=True)
         held: list[int] = []
+        control = socket.socketpair() if tpm is not None else None
         vmm = None
         try:
             try:
-                plan, given = prepare(machine, place, accel, taps, tpm, held)
+                plan, given = prepare(machine, place, accel, taps, control[0].fileno() if control else None, held)
                 await profile.install(spawner)
                 answer = await spawner.call("machine", plan, given)
             finally:
@@ -138,9 +140,15 @@ class Vmm:
                 syscalls.pidfd_send_signal(pidfd, signal.SIGKILL)
                 os.close(pidfd)
                 raise
+            if tpm is not None and control is not None:
+                control[0].close()
+                await tpm.start(spawner, place, control[1].fileno())
+                control[1].close()
             await vmm._connect()
             return vmm
         except BaseException as error:
+            for end in control or ():
+                end.close()
             await asyncio.shield(cls._undo(vmm, spawner, place, cancelled=isinstance(error, asyncio.CancelledError)))
             if isinstance(error, SpawnError):
                 raise Internal(f"cannot start QEMU: {error}", data={"step": error.step, "errno": error.errno}) from error

@@ -43,13 +43,20 @@ class Ended:
 
 
 async def start(
-    spawner: Spawner, place: Place, argv: Sequence[str], files: Sequence[Inside] = (), given: Sequence[tuple[int, int]] = ()
+    spawner: Spawner,
+    place: Place,
+    argv: Sequence[str],
+    files: Sequence[Inside] = (),
+    given: Sequence[tuple[int, int]] = (),
+    *,
+    rlimits: Sequence[tuple[int, int, int]] = (),
 ) -> Answer:
-    """Start one that stays (a TPM emulator); `given`: (its number, ours), which the caller keeps. The pidfd in the answer is the
-    caller's, and so is `remove(place)` after its end. On failure nothing is left."""
+    """Start one that stays (a TPM emulator); `given`: (its number, ours), which the caller keeps; `rlimits`: besides those that all have.
+    The pidfd in the answer is the caller's, and so is `remove(place)` after its end. On failure nothing is left."""
     await profile.install(spawner)
     try:
-        return await spawner.call("machine", plan_of(place, argv, files, (), [number for number, _ in given]), [fd for _, fd in given])
+        plan = plan_of(place, argv, files, (), [number for number, _ in given])
+        return await spawner.call("machine", plan | {"rlimits": [*profile.rlimits(), *rlimits]}, [fd for _, fd in given])
     except BaseException as error:
         if isinstance(error, asyncio.CancelledError):
             await asyncio.shield(spawner.settle())
