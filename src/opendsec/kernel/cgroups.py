@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
     from opendsec.kernel.cgroup_files import Limit
 
+# The kernel tells of an event a moment after it, and not at all if the group was removed in that moment (by somebody else).
+LOOK_AGAIN_S = 0.05
+
 
 class Hierarchies:
     """Where the kernel has bound what. `v2` is the mount point of cgroup2 or None; `homes` maps each of `CONTROLLERS`
@@ -308,8 +311,8 @@ class Group:
             except FileNotFoundError:
                 return
             except OSError as error:
-                # EBUSY: populated, or somebody made a child meanwhile. Only then is there something to kill.
-                if error.errno not in (errno.EBUSY, errno.ENOTEMPTY):
+                # EBUSY: populated, or somebody made a child meanwhile. Only then is there something to kill. ENODEV: another remover's.
+                if error.errno not in (errno.EBUSY, errno.ENOTEMPTY, errno.ENODEV):
                     raise
             try:
                 if "cpu" in self._homes:
@@ -317,8 +320,9 @@ class Group:
                     cgroup_files.set_limits(self._homes, {"cpu_cores": None})
                 self.kill(timeout_s=deadline - time.monotonic())
                 self.wait_empty(deadline - time.monotonic())
-            except FileNotFoundError:
-                pass
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ENODEV):  # ENODEV: removed while a file of it was open
+                    raise
             _check(deadline, path)
 
     def _remove_v1(self, path: str, deadline: float) -> None:
@@ -335,7 +339,12 @@ class Group:
                 if error.errno not in (errno.EBUSY, errno.ENODEV):
                     raise
             _check(deadline, path)
-            pids = _read_pids(path)
+            try:
+                pids = _read_pids(path)
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ENODEV):
+                    raise
+                continue
             _kill_all(pids)
             _wait_exits(pids, deadline, path)
             os.sched_yield()  # an exit that is not quite over keeps the directory busy a little longer
@@ -416,7 +425,7 @@ class Group:
             poller.register(fd, select.POLLPRI)
             while parse_flat(os.pread(fd, 4096, 0)).get(key) != value:
                 _check(deadline, self.tree_path)
-                poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
+                poller.poll(min(max(0.0, deadline - time.monotonic()), LOOK_AGAIN_S) * 1000)
         finally:
             os.close(fd)
 

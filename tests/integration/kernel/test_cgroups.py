@@ -9,6 +9,7 @@ import select
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -335,6 +336,18 @@ def test_remove_while_groups_are_made_inside(group: cgroups.Group) -> None:
         stop.set()
         thread.join()
     assert not group.exists()
+
+
+def test_many_remove_it_at_once(hierarchies: cgroups.Hierarchies) -> None:
+    """Each returns when it is gone, whoever of them took which part away."""
+    for _ in range(20):
+        group = hierarchies.group(f"{EDGE}/box")
+        group.create()
+        with Inside(group) as inside, ThreadPoolExecutor(3) as pool:
+            inside.start()
+            for removing in [pool.submit(group.remove) for _ in range(3)]:
+                removing.result()
+        assert not group.exists()
 
 
 @needs_v2
