@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from tests import leaks
 
-pytest_plugins = ["tests.images", "tests.boxes", "tests.fnmembers", "tests.services", "tests.vmms"]
+pytest_plugins = ["tests.images", "tests.boxes", "tests.fnmembers", "tests.services", "tests.timeouts", "tests.vmms"]
 
 settings.register_profile("default", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fuzz", max_examples=20_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])

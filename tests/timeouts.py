@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The time-out of a test gets through, and says what was waited for.
+
+pytest-timeout raises in whatever runs when the alarm comes. Both event loops log what a callback raises and go on, and uvloop takes signals
+in a callback of its own: a test that waited there for something that never came waited on until its commands had ended by themselves.
+What both let through, and asyncio's tasks too, is SystemExit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import traceback
+from types import FrameType
+
+import pytest
+import pytest_timeout
+
+
+class TimedOut(pytest.fail.Exception, SystemExit):
+    """A failure like any other, for pytest."""
+
+
+def waiting() -> str:
+    """Where each task of the running event loop stands."""
+    try:
+        tasks = asyncio.all_tasks()
+    except RuntimeError:
+        return ""
+    stacks = ("".join(traceback.format_list(traceback.extract_stack(frame, 1))) for task in tasks for frame in task.get_stack())
+    return "\ntasks:\n" + "".join(stacks)
+
+
+@pytest.hookimpl
+def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> bool | None:
+    if settings.method != "signal":
+        return None
+
+    def expire(number: int, frame: FrameType | None) -> None:
+        __tracebackhide__ = True
+        try:
+            pytest_timeout.timeout_sigalrm(item, settings)
+        except pytest.fail.Exception as failure:
+            raise TimedOut(f"{failure.msg}{waiting()}") from None
+
+    def cancel() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    item.cancel_timeout = cancel  # type: ignore[attr-defined]
+    signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, settings.timeout, settings.timeout)  # again, should somebody have caught it
+    return True
