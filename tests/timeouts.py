@@ -27,8 +27,14 @@ def waiting() -> str:
         tasks = asyncio.all_tasks()
     except RuntimeError:
         return ""
-    stacks = ("".join(traceback.format_list(traceback.extract_stack(frame, 1))) for task in tasks for frame in task.get_stack())
-    return "\ntasks:\n" + "".join(stacks)
+    lines = []
+    for task in tasks:
+        lines.append(f"task {task.get_name()}:\n")
+        at: object = task.get_coro()
+        while isinstance(frame := getattr(at, "cr_frame", None) or getattr(at, "gi_frame", None), FrameType):
+            lines += traceback.format_list(traceback.extract_stack(frame, 1))
+            at = getattr(at, "cr_await", None) or getattr(at, "gi_yieldfrom", None)
+    return "\n" + "".join(lines)
 
 
 @pytest.hookimpl
