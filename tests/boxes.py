@@ -17,7 +17,6 @@ import asyncio
 import itertools
 import json
 import os
-import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -38,6 +37,7 @@ from opendsec.runtime.container.handle import ContainerHandle
 from opendsec.runtime.scratch import ScratchDriver
 from opendsec.runtime.scratch.tmpfs import TmpfsScratch
 from opendsec.runtime.spawn import Spawner
+from opendsec.testing import waiting
 from tests.images import BASE
 
 T = TypeVar("T")
@@ -281,8 +281,14 @@ class Box:
         result = self.sh("echo fine; exit 7")
         return (result.out, result.code) == (b"fine\n", 7)
 
+    async def _all_ended(self) -> None:
+        """Hear of the ends of its commands now: the loop does not turn by itself, and they hold descriptors until then."""
+        for command in self.commands:
+            await command.running.exited
+
     def destroy(self) -> None:
         self.node.wait(self.handle.destroy())
+        self.node.wait(self._all_ended())
         for command in self.commands:
             command.close()
 
@@ -369,10 +375,7 @@ class Node:
 
 def until(condition: Callable[[], bool], what: str) -> None:
     """Wait for what the kernel tells of nowhere but in a file that has to be read again. `what` is the complaint if it does not come."""
-    deadline = time.monotonic() + TIMEOUT_S / 2
-    while not condition():
-        assert time.monotonic() < deadline, what
-        os.sched_yield()
+    waiting.until(condition, what, timeout_s=TIMEOUT_S / 2)
 
 
 @pytest.fixture(scope="module")

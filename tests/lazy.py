@@ -172,10 +172,10 @@ class Rig:
             try:
                 line = Path(f"/proc/{pid}/cmdline").read_bytes()
                 state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+                threads = len(os.listdir(f"/proc/{pid}/task"))
             except OSError:
                 continue
             if b"opendsec.images.lazy.keeper" in line and marker in line and state not in "ZX":
-                threads = len(os.listdir(f"/proc/{pid}/task"))
                 found[int(pid)] = "loader" if threads > 1 else "keeper"
         return found
 

@@ -18,6 +18,7 @@ from opendsec.edge.serve_screen import TICKET_S
 from opendsec.testing.fakes.machines import FakeMachineHandle, FakeScreen
 from opendsec.testing.fakes.parts import IMAGE
 from opendsec.testing.local_edge import LocalEdge
+from opendsec.testing.waiting import eventually
 from tests.contract.conftest import local_edge
 
 
@@ -106,8 +107,8 @@ async def test_a_viewer_that_goes_away_is_let_go(local: LocalEdge, box: Sandbox)
     assert await anext(heard) == b"RFB 003.008\n"
     assert local.node is not None and local.node.boxes[box.id].state.busy == 1
     await heard.aclose()
-    while local.node.boxes[box.id].state.busy:
-        await asyncio.sleep(0)
+    boxes = local.node.boxes
+    await eventually(lambda: not boxes[box.id].state.busy)
 
 
 async def test_a_ticket_is_for_one_connection_and_not_for_long(local: LocalEdge, box: Sandbox) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import spec
+from opendsec.testing.waiting import until
 from tests.support import NATIVE_INIT
 
 pytestmark = pytest.mark.timeout(30)
@@ -92,8 +93,7 @@ def namespace() -> Iterator[Namespace]:
 
 def wait_until_asleep(pid: int) -> None:
     """Until init is set up: nothing is mapped then but its code (and, on x86, the kernel's vsyscall page)."""
-    while len(Path(f"/proc/{pid}/maps").read_text().splitlines()) > 2:
-        os.sched_yield()
+    until(lambda: len(Path(f"/proc/{pid}/maps").read_text().splitlines()) <= 2, "init is not set up", timeout_s=30)
 
 
 def wait_until_reaped(pid: int, pidfd: int) -> None:
@@ -101,12 +101,7 @@ def wait_until_reaped(pid: int, pidfd: int) -> None:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     assert poll.poll(10_000), "the orphan did not end"
-    while True:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return
-        os.sched_yield()
+    until(lambda: not os.path.exists(f"/proc/{pid}"), "the orphan is not reaped", timeout_s=30)
 
 
 def test_reaps_orphans_that_end_later(namespace: Namespace) -> None:

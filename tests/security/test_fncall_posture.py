@@ -96,7 +96,7 @@ def during(calls: Calls, kind: str, look: Callable[[int], None]) -> None:
         try:
             while not (fresh := [pid for pid in set(calls.member.group.procs()) - before if asleep(pid)]):
                 assert not task.done(), task.result()
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.001)
             look(fresh[0])
         finally:
             task.cancel()
@@ -178,7 +178,7 @@ def until_told(calls: Calls, look: Callable[[int], None]) -> None:
         task = asyncio.ensure_future(calls.member.call(calls.job("source", source=UNTIL_TOLD)))
         while not (inside := [pid for pid in calls.member.group.procs() if ready(pid)]):
             assert not task.done(), task.result()
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         look(inside[0])
         os.kill(inside[0], signal.SIGUSR1)
         assert (await task).stdout == b"end\n"

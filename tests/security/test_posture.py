@@ -25,7 +25,7 @@ from opendsec.kernel import abi, capabilities, cgroups, mounts, procfs, syscalls
 from opendsec.runtime.backend import ExecPlan
 from opendsec.runtime.container import profile
 from opendsec.testing.posture import Posture, collect, differences
-from tests.boxes import Box, Command, Node
+from tests.boxes import Box, Command, Node, until
 from tests.support import ROOT
 
 CAPABILITIES = (
@@ -196,8 +196,7 @@ def sleeper(box: Box, *, user: str = "root", pty: Pty | None = None, env: Mappin
 
 def asleep(command: Command) -> Command:
     """Until it has loaded its libraries and sleeps."""
-    while procfs.stat(command.running.pid).state != "S":
-        os.sched_yield()
+    until(lambda: procfs.stat(command.running.pid).state == "S", "it does not sleep")
     return command
 
 
@@ -275,8 +274,7 @@ def test_one_descriptor_more_is_seen(node: Node, box: Box) -> None:
     plan = ExecPlan(process_id="proc_more", argv=("sleep", "1000"), env={}, cwd="/", user="games")
     with open("/dev/null") as null:
         running = node.wait(box.handle.exec(plan, stdin=None, stdout=None, stderr=None, extra=[null.fileno()]))
-    while procfs.stat(running.pid).state != "S":
-        os.sched_yield()
+    until(lambda: procfs.stat(running.pid).state == "S", "it does not sleep")
     posture = collect(running.pid, uid_base=box.uid_base)
     assert posture.descriptors == {0: "/dev/null", 1: "/dev/null", 2: "/dev/null", 3: "/dev/null"}
     expected = dataclasses.replace(posture, descriptors={0: "/dev/null", 1: "/dev/null", 2: "/dev/null"})

@@ -21,6 +21,7 @@ from opendsec.kernel import procfs, syscalls
 from opendsec.runtime.backend import Handle
 from opendsec.runtime.container.plan import group_name
 from opendsec.runtime.scratch import ScratchPlan
+from opendsec.testing.waiting import eventually
 from tests.boxes import Box, Command, Node, Result, until
 
 
@@ -301,8 +302,8 @@ def test_a_scratch_that_cannot_be_had(own: Node, monkeypatch: pytest.MonkeyPatch
     """It is made beside the sandbox. If there is none, that is the reason given, and nothing of the sandbox stays."""
 
     async def refuse(sandbox_id: str, uid_base: int, limits: Limits) -> ScratchPlan:
-        while late and not own.backend.hierarchies.group(group_name(own.edge_id, sandbox_id)).exists():
-            await asyncio.sleep(0)
+        group = own.backend.hierarchies.group(group_name(own.edge_id, sandbox_id))
+        await eventually(lambda: not late or group.exists())
         raise Unavailable("the scratch pool is full")
 
     with monkeypatch.context() as patch:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -16,6 +15,7 @@ from opendsec.edge.retention import Retention
 from opendsec.edge.sessions import SessionTable
 from opendsec.testing.fakes.local_handle import LIMITS, LocalHandle
 from opendsec.testing.fakes.timing import ManualClock
+from opendsec.testing.waiting import eventually as eventually
 
 
 class Events:
@@ -80,12 +80,6 @@ async def small_bench(
         yield bench
     finally:
         await bench.close(shared=share is not None)
-
-
-async def eventually(condition: Callable[[], object]) -> None:
-    """Until the condition holds; the event loop runs in between, and the test's own time-out is the limit."""
-    while not condition():
-        await asyncio.sleep(0)
 
 
 async def collect(events: AsyncIterator[ExecEvent]) -> list[ExecEvent]:

@@ -20,6 +20,7 @@ from opendsec.edge.sessions import SessionTable
 from opendsec.testing.fakes.timing import ManualClock
 from tests.boxes import Box, Node
 from tests.integration.exec.bench import collect, data_of, eventually
+from tests.support import running
 
 T = TypeVar("T")
 
@@ -98,7 +99,7 @@ def test_nothing_but_the_streams_is_open(table: Table) -> None:
 def test_not_started(table: Table, command: Command, message: str) -> None:
     result = table.wait(table.processes.run(command))
     assert result.outcome == "not_started" and message in result.message
-    assert table.execution.poller.watched() == 0
+    table.wait(eventually(lambda: table.execution.poller.watched() == 0))  # what was forked for it has its pipes open until it is gone
 
 
 def test_timeout_kills_all_that_hides(table: Table) -> None:
@@ -157,7 +158,7 @@ def test_the_sandbox_dies_under_its_commands(table: Table) -> None:
         assert isinstance(ended, SandboxLost), ended
     with pytest.raises(SandboxLost):
         table.sh("true")
-    assert table.execution.poller.watched() == 0
+    table.wait(eventually(lambda: table.execution.poller.watched() == 0))
 
 
 def test_a_kill_of_its_own_is_no_death_of_the_sandbox(table: Table) -> None:
@@ -201,7 +202,8 @@ def test_session_timeout(table: Table) -> None:
     async def scenario() -> ExecResult:
         text = "echo started; setsid sleep 1000 & while :; do sleep 1000; echo never; done; echo never"
         run = asyncio.ensure_future(table.sessions.run(session, SessionRun(shell=text, timeout_s=5)))
-        await eventually(lambda: table.box.handle.processes() == 4)
+        group = table.box.node.container(table.box).group
+        await eventually(lambda: len(running(group.procs(), "sleep")) == 3)  # then the shell waits, and one round of killing does
         table.clock.advance(5)
         await eventually(lambda: table.box.handle.processes() == 2)
         return await run

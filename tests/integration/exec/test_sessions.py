@@ -16,10 +16,10 @@ from opendsec.edge import session as session_module
 from opendsec.edge import sessions as sessions_module
 from opendsec.edge.session import AGAIN_S, ANSWER_S, BETWEEN_BYTES, READY_S
 from opendsec.edge.sessions import SessionTable
-from opendsec.kernel import procfs
 from opendsec.runtime.backend import Exit
 from opendsec.testing.fakes.local_handle import LocalRunning
 from tests.integration.exec.bench import Bench, collect, data_of, eventually, small_bench
+from tests.support import running
 
 
 class Shell:
@@ -62,13 +62,7 @@ class Shell:
 
     async def sleeping(self, count: int) -> None:
         """Until that many processes of the session are `sleep`. From then on the shell waits, and one round of killing does."""
-        await eventually(lambda: sum(self.is_sleep(pid) for pid in self.members()) >= count)
-
-    def is_sleep(self, pid: int) -> bool:
-        try:
-            return procfs.cmdline(pid)[:1] == [b"sleep"]
-        except FileNotFoundError:
-            return False
+        await eventually(lambda: len(running(self.members(), "sleep")) >= count)
 
     def members(self) -> set[int]:
         running = self.session.running

@@ -15,6 +15,7 @@ import pytest
 from opendsec.api.errors import Internal, SandboxLost
 from opendsec.images.layers import LayerRef
 from opendsec.kernel import procfs
+from opendsec.testing.waiting import eventually
 from tests.boxes import until
 from tests.fnmembers import Calls, FnNode
 
@@ -43,8 +44,7 @@ def test_destroyed_at_rest_and_during_a_call(fn_node: FnNode) -> None:
             async def end(calls: Calls = calls, busy: bool = busy) -> None:
                 at_rest = calls.kernel_processes()
                 task = asyncio.ensure_future(calls.member.call(calls.job("source", source=SLEEP))) if busy else None
-                while busy and calls.kernel_processes() <= at_rest:
-                    await asyncio.sleep(0)
+                await eventually(lambda: not busy or calls.kernel_processes() > at_rest)
                 await asyncio.gather(calls.member.destroy(), calls.member.destroy())
                 if task is not None:
                     with pytest.raises(SandboxLost):
@@ -100,8 +100,7 @@ def test_the_supervisor_is_killed_during_a_call(fn_node: FnNode, kind: str) -> N
             at_rest = calls.kernel_processes()
             job = calls.job(kind, source=SLEEP, argv=["sleep", "1000"])  # type: ignore[arg-type]
             task = asyncio.ensure_future(calls.member.call(job))
-            while calls.kernel_processes() <= at_rest:
-                await asyncio.sleep(0)
+            await eventually(lambda: calls.kernel_processes() > at_rest)
             kill_supervisor(calls)
             with pytest.raises(SandboxLost):
                 await task
@@ -118,8 +117,7 @@ def test_the_interpreter_is_killed_during_a_call(fn_node: FnNode) -> None:
             at_rest = calls.kernel_processes()
             source = "import os, time\nwhile not os.path.exists('/dev/shm/go'): time.sleep(0.01); open('/dev/shm/go', 'w')\nprint('end')\ntime.sleep(0.3)"
             task = asyncio.ensure_future(calls.member.call(calls.job("source", source=source)))
-            while calls.kernel_processes() <= at_rest:
-                await asyncio.sleep(0)
+            await eventually(lambda: calls.kernel_processes() > at_rest)
             os.kill(pythons(calls)[0], signal.SIGKILL)
             ended = await task
             assert (ended.spoiled, ended.stdout) in (("its interpreter ended", b"end\n"), ("its interpreter ended", b""))
@@ -167,8 +165,7 @@ def test_the_edge_goes_away(fn_node: FnNode) -> None:
         async def leave() -> None:
             at_rest = calls.kernel_processes()
             task = asyncio.ensure_future(calls.member.call(calls.job("exec", argv=["sh", "-c", "setsid sleep 1000 & sleep 1000"])))
-            while calls.kernel_processes() < at_rest + 3:
-                await asyncio.sleep(0)
+            await eventually(lambda: calls.kernel_processes() >= at_rest + 3)
             calls.member._channel.shutdown(2)
             with pytest.raises(SandboxLost):
                 await task

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from opendsec.testing.waiting import eventually
 from tests.fnmembers import LIMITS, MIB, Calls
 
 pytestmark = pytest.mark.slow
@@ -158,8 +159,7 @@ def test_a_cancelled_call_is_gone(member: Calls) -> None:
     async def give_up() -> None:
         job = member.job("exec", argv=["sh", "-c", "sleep 1000 & setsid sleep 1000 & sleep 1000"])
         task = asyncio.ensure_future(member.member.call(job))
-        while member.kernel_processes() < before + 3:
-            await asyncio.sleep(0)
+        await eventually(lambda: member.kernel_processes() >= before + 3)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -12,16 +12,17 @@ import pytest
 from opendsec.api.exec import Pty
 from opendsec.runtime.backend import ExecPlan
 from opendsec.runtime.guest import Channel, wire
+from opendsec.testing.waiting import eventually
 from tests.integration.guest.conftest import GuestBench
+from tests.support import running
 
 LINES = 40_000
 NUMBERS = b"".join(b"%d\n" % number for number in range(1, LINES + 1))
 
 
-async def eventually(bench: GuestBench, text: bytes, process_id: str) -> None:
+async def written(bench: GuestBench, text: bytes, process_id: str) -> None:
     process = bench.table.get(process_id)
-    while text not in process.stdout.read_from(0, 1 << 20)[0]:
-        await asyncio.sleep(0)
+    await eventually(lambda: text in process.stdout.read_from(0, 1 << 20)[0])
 
 
 async def test_output_is_whole(bench: GuestBench) -> None:
@@ -39,12 +40,12 @@ async def test_input_goes_through(bench: GuestBench) -> None:
 async def test_who_stops_reading_ends_the_writer(bench: GuestBench) -> None:
     reading, writing = os.pipe()
     plan = ExecPlan(process_id="proc_yes", argv=("yes",), env={}, cwd="/", user="root")
-    running = await bench.handle.exec(plan, stdin=None, stdout=writing, stderr=None)
+    command = await bench.handle.exec(plan, stdin=None, stdout=writing, stderr=None)
     os.close(writing)
     assert await asyncio.to_thread(os.read, reading, 2) == b"y\n"
     os.close(reading)
-    assert (await running.exited).signal == signal.SIGPIPE
-    await running.release()
+    assert (await command.exited).signal == signal.SIGPIPE
+    await command.release()
 
 
 async def test_a_reader_that_holds_the_command(bench: GuestBench) -> None:
@@ -66,18 +67,16 @@ async def test_a_child_that_writes_on(bench: GuestBench) -> None:
     assert (await process.wait()).stdout.data() == b"early\n"
     assert process.lingers
     await bench.sh("echo > /tmp/gate")
-    while process.lingers:
-        await asyncio.sleep(0)
+    await eventually(lambda: not process.lingers)
     assert process.stdout.total == len(b"early\nlate\n")
 
 
 async def test_a_time_out_ends_the_tree(bench: GuestBench) -> None:
     process = await bench.start("setsid sleep 1000 & echo ready; sleep 1000", timeout_s=5)
-    await eventually(bench, b"ready", process.id)
+    await written(bench, b"ready", process.id)
     bench.clock.advance(6)
     assert (await process.wait()).outcome == "timed_out"
-    while bench.handle.processes():
-        await asyncio.sleep(0)
+    await eventually(lambda: not bench.handle.processes())
 
 
 async def test_terminals(bench: GuestBench) -> None:
@@ -86,7 +85,7 @@ async def test_terminals(bench: GuestBench) -> None:
     process = await bench.start(
         "stty -echo; stty size; trap 'stty size; exit 4' WINCH; echo set; while :; do read x; done", pty=Pty(rows=7, cols=9)
     )
-    await eventually(bench, b"set", process.id)
+    await written(bench, b"set", process.id)
     bench.table.resize(process.id, Pty(rows=21, cols=43))
     result = await process.wait()
     assert (result.exit_code, result.stdout.data()) == (4, b"7 9\r\nset\r\n21 43\r\n")
@@ -105,14 +104,13 @@ async def test_a_time_out_in_a_session_spares_earlier_jobs(bench: GuestBench) ->
     shell = await bench.shell()
     assert (await shell("sleep 1000 & a=5; echo $!")).exit_code == 0
     under_way = shell("(setsid sleep 1000 &); sleep 1000", timeout_s=5)
-    while bench.handle.processes() < 4:
-        await asyncio.sleep(0)
+    # Not before the shell waits for the last of them: the rounds of killing that follow one another in time are one moment of this clock.
+    await eventually(lambda: len(running(bench.handle.guest.group.procs(), "sleep")) == 3)
     bench.clock.advance(6)
     result = await under_way
     assert result.outcome == "timed_out" and "the session goes on" in result.message
     assert (await shell("echo $a; jobs -r | wc -l")).stdout.data() == b"5\n1\n"
-    while bench.handle.processes() > 2:
-        await asyncio.sleep(0)
+    await eventually(lambda: bench.handle.processes() <= 2)
 
 
 async def test_any_user_may_open_the_streams_by_name(bench: GuestBench) -> None:
@@ -142,24 +140,22 @@ async def test_commands_of_a_former_host(bench: GuestBench) -> None:
     async with asyncio.timeout(30):
         while await channel.commands():  # its group is empty a moment after its processes have died
             pass
-        while bench.handle.processes():
-            await asyncio.sleep(0)
+        await eventually(lambda: not bench.handle.processes())
 
 
 async def test_another_host(bench: GuestBench) -> None:
     """As after a restart of the edge: what runs lives on, can be found and cut, and its end surprises nobody."""
     former = bench.handle.channel
-    running, ended = await bench.start("sleep 1000"), await bench.start("sleep 1000 & echo started")
+    living, ended = await bench.start("sleep 1000"), await bench.start("sleep 1000 & echo started")
     await ended.wait()
     former.close()
     channel = await Channel.open(bench.handle.guest.sock.dup())
     try:
         rows = {row.name: row.flags for row in await channel.commands()}
         tree = wire.COMMAND_TREE | wire.COMMAND_RELEASED
-        assert rows == {running.id: wire.COMMAND_RUNS | tree, ended.id: tree}
-        assert await channel.cut([running.id]) == 1
-        while bench.handle.processes() > 1:
-            await asyncio.sleep(0)
+        assert rows == {living.id: wire.COMMAND_RUNS | tree, ended.id: tree}
+        assert await channel.cut([living.id]) == 1
+        await eventually(lambda: bench.handle.processes() <= 1)
         bench.handle.guest.group.kill()  # what was left running ends by itself
         while await channel.commands():
             pass
@@ -180,7 +176,7 @@ async def test_names_and_numbers_of_the_machine(bench: GuestBench) -> None:
 
 async def test_a_guest_that_is_killed(bench: GuestBench) -> None:
     process = await bench.start("echo ready; sleep 1000")
-    await eventually(bench, b"ready", process.id)
+    await written(bench, b"ready", process.id)
     bench.handle.guest.kill()
     with pytest.raises(Exception, match="lost"):
         await process.wait()

@@ -12,6 +12,7 @@ import pytest
 
 from opendsec.images.lazy.client import Loader
 from opendsec.images.lazy.protocol import Mechanism
+from opendsec.kernel import procfs
 from tests.lazy import Layer, Reader, Rig, noise
 
 pytestmark = [pytest.mark.requires("fanotify_pre_content"), pytest.mark.slow]
@@ -149,4 +150,4 @@ async def test_a_reader_that_is_killed_while_it_waits_leaves_nothing(tmp_path: P
             rig.web.let_go()
             assert await rig.read(await rig.mount(loader, layer), "big") == layer.files["big"]
             pid = rig.pids("loader")[0]
-            rig.wait(lambda: not any("big" in os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")))
+            rig.wait(lambda: not any(b"big" in target for target in procfs.fds(pid).values()))

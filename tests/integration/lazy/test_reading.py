@@ -88,7 +88,7 @@ async def test_a_small_layer_is_loaded_whole_and_asks_no_more_at_once(tmp_path: 
             mounts = [await rig.mount(loader, layer) for layer in (small, large)]
             assert await rig.read(mounts[0], "f0") == small.files["f0"]
             while not (await loader.stats()).layers[0].complete:
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.001)
             await loader.warm(small.digest)  # waits for the mark to be taken away
             before = (await loader.stats()).events
             for name, content in small.files.items():

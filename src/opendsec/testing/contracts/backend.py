@@ -27,6 +27,7 @@ from opendsec.api.ids import PROCESS, SANDBOX, SNAPSHOT, new_id
 from opendsec.api.images import ImageConfig
 from opendsec.api.spec import Limits
 from opendsec.runtime.backend import Backend, ExecPlan, Exit, Handle, LayerRef, Placement, Record, Running, SnapshotRecord
+from opendsec.testing.waiting import eventually
 
 ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 LIMITS = Limits(cpu=1.0, cpu_weight=100, memory_bytes=64 << 20, disk_bytes=16 << 20, inodes=4096, pids=64, open_files=256)
@@ -124,8 +125,7 @@ async def started(handle: Handle, wanted: ExecPlan, *, stdin: bytes = b"") -> As
     finally:
         running.kill_tree()
         await command.end()
-        while running.alive_children():
-            await asyncio.sleep(0)
+        await eventually(lambda: not running.alive_children())
         os.close(out)
 
 
@@ -238,12 +238,10 @@ async def commands_under_way_do_not_outlive_the_backend(setup: Setup) -> None:
             cut.append(command.process_id)
     finally:
         os.close(null)
-    while handle.processes() < 4:
-        await asyncio.sleep(0)
+    await eventually(lambda: handle.processes() >= 4)
     backend = await setup.restart()
     again = await backend.adopt(handle.record, cut=cut)
-    while again.processes() > 1:
-        await asyncio.sleep(0)
+    await eventually(lambda: again.processes() <= 1)
     assert again.processes() == 1
     await again.destroy()
 
@@ -350,16 +348,13 @@ async def a_tree_dies_whole(setup: Setup) -> None:
     async with setup.box() as handle, started(handle, plan("sh", "-c", text)) as command:
         assert await command.read() == b"ready\n"
         running = command.running
-        while handle.processes() < 4:
-            await asyncio.sleep(0)
+        await eventually(lambda: handle.processes() >= 4)
         assert running.alive_children()
         running.signal(signal.SIGTERM, tree=True)
         running.kill_tree()
         assert (await command.end()).signal == signal.SIGKILL
-        while running.alive_children():
-            await asyncio.sleep(0)
-        while handle.processes():
-            await asyncio.sleep(0)
+        await eventually(lambda: not running.alive_children())
+        await eventually(lambda: not handle.processes())
 
 
 @check
@@ -378,14 +373,12 @@ async def what_came_after_the_mark_is_signalled_apart(setup: Setup) -> None:
             running.signal(signal.SIGKILL, tree=True, since_mark=True)
             os.write(give, b"\n")
             assert int(await asyncio.to_thread(os.read, out, 100)) > 0
-            while handle.processes() < 4:
-                await asyncio.sleep(0)
+            await eventually(lambda: handle.processes() >= 4)
             running.signal(signal.SIGTERM, tree=True, since_mark=True)
             said = b""
             while not said.endswith(b"143\n"):  # some shells say what ended it, too
                 said += await asyncio.to_thread(os.read, out, 100)
-            while handle.processes() > 2:
-                await asyncio.sleep(0)
+            await eventually(lambda: handle.processes() <= 2)
             running.kill_since_mark()
             assert handle.processes() == 2 and not running.exited.done()
             running.mark()

@@ -500,7 +500,7 @@ async def an_upload_cut_short_leaves_nothing(edge: Edge) -> None:
         except ConnectionAbortedError:
             pass
         while (await edge.client.put(url, content=b"whole")).status_code != 200:
-            await asyncio.sleep(0)  # the edge has yet to notice that the first one is gone
+            await asyncio.sleep(0.001)  # the edge has yet to notice that the first one is gone
         assert (await edge.client.get(f"{box}/files?path={WORK}/cut")).content == b"whole"
         assert len((await edge.call(FileList, "GET", f"{box}/files/list?path={WORK}")).entries) == 1
 

@@ -315,7 +315,7 @@ class FakeHandle:
     async def pause(self) -> Record:
         raise Unsupported("this fake cannot be paused")
 
-    async def snapshot(self, snapshot_id: str, *, memory: bool) -> SnapshotRecord:
+    async def snapshot(self, snapshot_id: str, *, memory: bool, durable: bool = True) -> SnapshotRecord:
         raise Unsupported("this fake has no snapshots")
 
     async def destroy(self) -> None:

@@ -150,7 +150,7 @@ class LocalHandle:
     async def pause(self) -> Record:
         raise Unsupported("it cannot be paused")
 
-    async def snapshot(self, snapshot_id: str, *, memory: bool) -> SnapshotRecord:
+    async def snapshot(self, snapshot_id: str, *, memory: bool, durable: bool = True) -> SnapshotRecord:
         raise Unsupported("it has no snapshots")
 
     async def destroy(self) -> None:

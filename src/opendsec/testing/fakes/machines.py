@@ -126,7 +126,7 @@ class FakeMachineHandle(FakeHandle):
         self.turn("running")
         self._signal(signals.SIGCONT)
 
-    async def snapshot(self, snapshot_id: str, *, memory: bool) -> SnapshotRecord:
+    async def snapshot(self, snapshot_id: str, *, memory: bool, durable: bool = True) -> SnapshotRecord:
         self._check()
         vm, place = self.record.vm, self._backend.stored / snapshot_id
         assert vm is not None
