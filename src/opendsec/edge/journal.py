@@ -5,9 +5,10 @@ An intent is written before its side effect and the outcome after it, so that th
 intents or outcomes share one transaction.
 
 Durability. WAL with synchronous=NORMAL: a commit is a write into the page cache without fsync (some 0.05 ms), so it outlives the edge,
-whatever kills it; a power cut may lose the last commits but not the file's consistency, and it ends all sandboxes as well. What does
-fsync is the checkpoint; left to SQLite it would run inside some commit and stall the event loop for tens of milliseconds. So automatic
-checkpoints are off and `checkpoint` runs in a worker thread on a connection of its own, which never blocks the writer (PASSIVE).
+whatever kills it; a power cut may lose the last commits but not the file's consistency, and it ends all sandboxes as well, but for paused
+ones: `settle` is for what is to outlive it. What does fsync otherwise is the checkpoint; left to SQLite it would run inside some commit
+and stall the event loop for tens of milliseconds. So automatic checkpoints are off and `checkpoint` runs in a worker thread on a
+connection of its own, which never blocks the writer (PASSIVE).
 
 One connection writes, in the event loop's thread. Format: application_id names the file as ours, user_version is the format's
 version; a newer one is refused. Names here are append-only.
@@ -105,6 +106,16 @@ class Journal:
                 db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
         finally:
             self._checkpointing = False
+
+    def settle(self) -> None:
+        """All that is committed outlives a loss of power when this returns; for a worker thread. Raises OSError."""
+        for path in (self.path.with_name(f"{self.path.name}-wal"), self.path, self.path.parent):
+            with contextlib.suppress(FileNotFoundError):
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:

@@ -172,6 +172,13 @@ class Node:
         except Exception as error:
             self.log.error("journal.no_checkpoint", reason=str(error))
 
+    async def settle(self) -> None:
+        """What the journal has by now outlives a loss of power. If the disk refuses that, it still outlives the edge."""
+        try:
+            await asyncio.to_thread(self.journal.settle)
+        except OSError as error:
+            self.log.error("journal.not_settled", reason=str(error))
+
     def spawn(self, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
         """Run something in the background; `close` waits for it."""
         task = asyncio.create_task(work)

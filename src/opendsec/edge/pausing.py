@@ -133,6 +133,7 @@ async def _pause(node: Node, box: Box) -> OpenDSecError | None:
         box.commands.suspend()
     with node.transaction():
         node.apply(box, lifecycle.Paused(node.clock.time()))
+    await node.settle()
     return None
 
 

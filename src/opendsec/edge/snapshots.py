@@ -120,6 +120,7 @@ class Snapshots:
                     del self._known[name]
                     await to_the_end(self._drop(row, record))
                     raise
+                await node.settle()
                 node.events.emit("sandbox.snapshot", box.id, snapshot=name, memory=record.memory, stored_bytes=record.stored_bytes)
                 return made.info()
 
@@ -232,7 +233,7 @@ class Snapshots:
         self._node.journal.put_snapshot(row)
         record: SnapshotRecord | None = None
         try:
-            record = await to_the_end(handle.snapshot(row.id, memory=True))
+            record = await to_the_end(handle.snapshot(row.id, memory=True, durable=False))
             yield record
         finally:
             await to_the_end(self._drop(row, record))

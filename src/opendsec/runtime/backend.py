@@ -327,9 +327,9 @@ class Handle(Protocol):
         not done, and the handle can only be destroyed or come back by `resume`; commands go on then, if it is in the same edge process.
         Raises Unsupported, SandboxLost, Unavailable (then it runs on)."""
 
-    async def snapshot(self, snapshot_id: str, *, memory: bool) -> SnapshotRecord:
+    async def snapshot(self, snapshot_id: str, *, memory: bool, durable: bool = True) -> SnapshotRecord:
         """Keep what it is now, its disk or its disk and memory. It stands still for a moment, and runs again when this returns or raises.
-        Raises Unsupported, SandboxLost, Unavailable."""
+        `durable`: it outlives a loss of power from then on, as what is paused does. Raises Unsupported, SandboxLost, Unavailable."""
 
     @property
     def screen(self) -> Screen | None:

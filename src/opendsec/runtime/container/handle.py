@@ -214,7 +214,7 @@ class ContainerHandle:
     async def pause(self) -> Record:
         raise Unsupported("containers cannot be paused")
 
-    async def snapshot(self, snapshot_id: str, *, memory: bool) -> SnapshotRecord:
+    async def snapshot(self, snapshot_id: str, *, memory: bool, durable: bool = True) -> SnapshotRecord:
         raise Unsupported("containers have no snapshots")
 
     # --- end -------------------------------------------------------------------------------------------------------

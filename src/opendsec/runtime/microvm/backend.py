@@ -8,6 +8,7 @@ own. Whoever does not confirm that is not handed out: it would draw the same ran
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import socket
@@ -352,8 +353,10 @@ class MicroVMBackend(VmBackend):
         try:
             sock = await self.dial(vmm, box.options.profile)
             fresh = msgspec.structs.replace(fresh, state="running", vmm=vmm.record)
-            self.store.write_box(fresh)
+            await in_thread(self.store.write_box, fresh, durable=True)
         except BaseException:
+            with contextlib.suppress(OSError):  # it may say "running" already
+                await in_thread(self.store.write_box, box)
             if sock is not None:
                 sock.close()
             await asyncio.shield(vmm.kill())

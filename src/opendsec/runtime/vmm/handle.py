@@ -186,9 +186,9 @@ class VmHandle:
             await saving.pause(self)
         return self.record
 
-    async def snapshot(self, snapshot_id: str, *, memory: bool) -> SnapshotRecord:
+    async def snapshot(self, snapshot_id: str, *, memory: bool, durable: bool = True) -> SnapshotRecord:
         async with self.turn:
-            return await saving.snapshot(self, snapshot_id, memory=memory)
+            return await saving.snapshot(self, snapshot_id, memory=memory, durable=durable)
 
     @property
     def screen(self) -> Screen | None:

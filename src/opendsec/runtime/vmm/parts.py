@@ -12,7 +12,7 @@ from opendsec.api.errors import Unsupported
 from opendsec.runtime.vmm import bootimage, disks, initramfs, kernel, programs
 from opendsec.runtime.vmm.locks import locked
 from opendsec.runtime.vmm.programs import Programs
-from opendsec.runtime.vmm.store import VmStore
+from opendsec.runtime.vmm.store import VmStore, settle
 
 GUESTD = Path(__file__).resolve().parents[2] / "_native" / "dsec-guestd"
 FORMAT = 1  # of the boot image
@@ -77,5 +77,6 @@ class Parts:
                     fresh.unlink(missing_ok=True)
                     disks.format_scratch(fresh, disk_bytes, inodes)
                     fresh.chmod(0o444)
+                    settle([fresh])
                     fresh.rename(path)
         return path, path.stat().st_size

@@ -6,6 +6,9 @@
     snapshot   as above; memory goes to the snapshot's own place; a new empty disk is laid on the present one, which is frozen and gets a
                further name; the machine goes on; last of all the snapshot's record is written
 
+Both are on the disk before they are told of: what is paused and what is kept outlives a loss of power. A machine that is resumed is
+"running" on the disk before it runs, for its own disk does not fit its saved memory any more from then on.
+
 A disk on which another was laid never changes again, so it can be shared. box.json names the new disk before QEMU writes to it: the guest
 writes nothing in between, since it stands still.
 """
@@ -26,7 +29,7 @@ from opendsec.runtime.backend import SnapshotRecord
 from opendsec.runtime.vmm import disks, qcow2
 from opendsec.runtime.vmm.process import Vmm
 from opendsec.runtime.vmm.records import vm_record_of
-from opendsec.runtime.vmm.store import BoxState, SnapshotState
+from opendsec.runtime.vmm.store import BoxState, SnapshotState, VmStore, settle
 
 if TYPE_CHECKING:
     from opendsec.runtime.vmm.handle import VmHandle
@@ -57,8 +60,10 @@ async def _pause(handle: VmHandle) -> None:
         await vmm.stop()
         await vmm.save_devices(devices)
         await vmm.dump_memory(ram)
-        await in_thread(store.write_box, after)
+        await in_thread(_settle_box, store, after)
     except BaseException:
+        with contextlib.suppress(OSError):  # it may say "paused" already
+            await in_thread(store.write_box, box)
         for path in (ram, devices):
             path.unlink(missing_ok=True)
         with contextlib.suppress(Exception):
@@ -75,6 +80,21 @@ async def _pause(handle: VmHandle) -> None:
         await handle.backend.collect_soon(box)
 
 
+def _settle_box(store: VmStore, box: BoxState) -> None:
+    """Everything that it will be resumed with, then that it is paused."""
+    folder = store.box(box.sandbox_id)
+    settle([*folder.rglob("*"), *(store.disk(one) for one in box.disks)])
+    settle([folder, *store.shared_folders()])
+    store.write_box(box, durable=True)
+
+
+def _settle_snapshot(store: VmStore, snapshot: SnapshotState) -> None:
+    place = store.memory(snapshot.record.snapshot_id)
+    memory = [place / "ram", place / "devices", place] if snapshot.record.memory else []
+    settle([*memory, *(store.disk(one) for one in snapshot.disks)])
+    settle(store.shared_folders())
+
+
 def _drop_older(folder: Path, box: BoxState) -> None:
     kept = {"box.json", "variables", f"disk-{box.generation}.qcow2", f"ram-{box.saves}", f"devices-{box.saves}"}
     for path in folder.iterdir():
@@ -82,12 +102,12 @@ def _drop_older(folder: Path, box: BoxState) -> None:
             path.unlink(missing_ok=True)
 
 
-async def snapshot(handle: VmHandle, snapshot_id: str, *, memory: bool) -> SnapshotRecord:
+async def snapshot(handle: VmHandle, snapshot_id: str, *, memory: bool, durable: bool) -> SnapshotRecord:
     """Raises SandboxLost, Unavailable, Conflict: then it runs on, and there is no snapshot."""
-    return await to_the_end(_snapshot(handle, snapshot_id, memory=memory))
+    return await to_the_end(_snapshot(handle, snapshot_id, memory=memory, durable=durable))
 
 
-async def _snapshot(handle: VmHandle, snapshot_id: str, *, memory: bool) -> SnapshotRecord:
+async def _snapshot(handle: VmHandle, snapshot_id: str, *, memory: bool, durable: bool) -> SnapshotRecord:
     vmm, store = handle.vmm, handle.backend.store
     if store.read_snapshot(snapshot_id) is not None:
         raise Conflict(f"there is a snapshot {snapshot_id} already")
@@ -108,7 +128,10 @@ async def _snapshot(handle: VmHandle, snapshot_id: str, *, memory: bool) -> Snap
                 stored_bytes=await in_thread(_stored, [store.disk(snapshot_id), store.memory(snapshot_id) / "ram"]),
                 vm=vm_record_of(box),
             )
-            await in_thread(store.write_snapshot, SnapshotState(record=record, disks=box.disks))
+            state = SnapshotState(record=record, disks=box.disks)
+            if durable:
+                await in_thread(_settle_snapshot, store, state)
+            await in_thread(store.write_snapshot, state, durable=durable)
             if shortened:
                 await handle.backend.collect_soon(box)
             return record
@@ -172,6 +195,7 @@ def _shorten(handle: VmHandle) -> bool:
     fresh = top.with_name(f".{top.name}.new")
     fresh.unlink(missing_ok=True)
     qcow2.merge([store.disk(one) for one in frozen], fresh, box.scratch_bytes)
+    settle([fresh])  # whatever is durable and lies on the one before may not lose it
     fresh.rename(top)
     short = msgspec.structs.replace(box, disks=(*box.disks[: -len(frozen)], frozen[-1]))
     store.write_box(short)

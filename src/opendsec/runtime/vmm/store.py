@@ -21,7 +21,7 @@ import contextlib
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -134,6 +134,10 @@ class VmStore:
         here = self.box(box.sandbox_id)
         return here / f"ram-{box.saves}", here / f"devices-{box.saves}"
 
+    def shared_folders(self) -> list[Path]:
+        """Those that hold what many stand on."""
+        return [*(self.root / name for name in ("disks", "memory", "snapshots", "templates", "scratch", "boxes")), self.root]
+
     # --- boxes ---------------------------------------------------------------------------------------------------------
 
     def write_box(self, box: BoxState, *, durable: bool = False) -> None:
@@ -155,9 +159,9 @@ class VmStore:
 
     # --- snapshots -----------------------------------------------------------------------------------------------------
 
-    def write_snapshot(self, snapshot: SnapshotState) -> None:
+    def write_snapshot(self, snapshot: SnapshotState, *, durable: bool = True) -> None:
         path = self.root / "snapshots" / f"{snapshot.record.snapshot_id}.json"
-        write(path, msgspec.json.encode(snapshot), durable=True)
+        write(path, msgspec.json.encode(snapshot), durable=durable)
 
     def read_snapshot(self, snapshot_id: str) -> SnapshotState | None:
         return read(self.root / "snapshots" / f"{snapshot_id}.json", SnapshotState)
@@ -247,9 +251,21 @@ def write(path: Path, data: bytes, *, durable: bool = False) -> None:
             if durable:
                 os.fdatasync(file.fileno())
         fresh.rename(path)
+        if durable:
+            settle([path.parent])
     except BaseException:
         fresh.unlink(missing_ok=True)
         raise
+
+
+def settle(paths: Iterable[Path]) -> None:
+    """What was written to these files, and what is in these directories, outlives a loss of power from here on. Blocks."""
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 def _private(path: str, flags: int) -> int:

@@ -37,7 +37,7 @@ from opendsec.runtime.vmm.locks import locked
 from opendsec.runtime.vmm.machine import Disk, Image, Machine, Ram
 from opendsec.runtime.vmm.parts import Parts
 from opendsec.runtime.vmm.process import DIE_TIMEOUT_S, Place, Vmm
-from opendsec.runtime.vmm.store import Layer, Template, VmStore, write
+from opendsec.runtime.vmm.store import Layer, Template, VmStore, settle, write
 
 FORMAT = 1  # raise it when something else about a booted machine changes
 MIB = 1 << 20
@@ -230,6 +230,7 @@ class Templates:
         shutil.rmtree(target, ignore_errors=True)  # one that could not be read
         (making / "disk").rename(self._store.disk(template.disk))
         making.rename(target)
+        await in_thread(settle, self._store.shared_folders())
 
     async def _boot_and_save(self, machine: Machine, devices: Path, accel: Accel) -> None:
         vmm = await Vmm.start(await self._spawner(), machine, self._place(machine, float(os.cpu_count() or 1)), accel=accel)
@@ -311,11 +312,7 @@ def _settle(making: Path, template: Template) -> None:
     for path in making.iterdir():
         os.chown(path, os.geteuid(), os.getegid())
         path.chmod(0o444)
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        settle([path])
     write(making / "template.json", msgspec.json.encode(template), durable=True)
 
 
