@@ -118,6 +118,7 @@ async def main(folder, edge_id):
                 await vms.backend.remove_snapshot(snapshot)
         else:
             other = await vms.backend.create(vms.placement())
+            print("ends", other.sandbox_id, flush=True)  # as the journal has it before it is done
             await other.destroy()
 
 asyncio.run(main(*sys.argv[1:]))
@@ -130,37 +131,38 @@ async def test_the_edge_dies_at_any_moment() -> None:
         with tempfile.TemporaryDirectory() as folder:
             async with VmNode(Path(folder)) as node:
                 await node.containers.close()
-                number = await _killed_edge(node, after_s=dice.uniform(0.0, 6.0))
+                number, ending = await _killed_edge(node, after_s=dice.uniform(0.0, 6.0))
                 await node.containers.start()  # waits for the spawner of the one that died
                 backend = await node.make()
                 try:
-                    await _take_stock(backend, number)
+                    await _take_stock(backend, number, ending)
                 finally:
                     for sandbox_id in backend.leftovers():
                         await backend.clear(sandbox_id, None)
                     await backend.close()
 
 
-async def _killed_edge(node: VmNode, *, after_s: float) -> int:
-    """Run one, kill it some time after its first word; the last number that it had written down."""
+async def _killed_edge(node: VmNode, *, after_s: float) -> tuple[int, set[str]]:
+    """Run one, kill it some time after its first word; the last number it had written down, and the sandboxes that it was about to end."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", EDGE, str(node.directory), node.edge_id, stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[3]
     )
     assert process.stdout is not None
-    said = await process.stdout.readline()
+    said = [await process.stdout.readline()]
     asyncio.get_running_loop().call_later(after_s, process.kill)
     while line := await process.stdout.readline():
-        said = line
+        said.append(line)
     assert await process.wait() == -signal.SIGKILL
-    return int(said)
+    words = [line.decode().split() for line in said]
+    return max(int(one[0]) for one in words if len(one) == 1), {one[1] for one in words if len(one) == 2}
 
 
-async def _take_stock(backend: MicroVMBackend, number: int) -> None:
-    """What the next edge does: adopt or resume what is there, clear what is not whole."""
+async def _take_stock(backend: MicroVMBackend, number: int, ending: set[str]) -> None:
+    """What the next edge does: adopt or resume what is there, clear what is not whole or was to end."""
     whole = []
     for sandbox_id in backend.leftovers():
         box = backend.store.read_box(sandbox_id)
-        if box is None or box.state == "making":
+        if box is None or box.state == "making" or sandbox_id in ending:
             await backend.clear(sandbox_id, None)
             continue
         record: Record = record_of(box, backend.name)
