@@ -27,6 +27,7 @@ import pytest
 
 from opendsec.api.spec import Container
 from opendsec.images.layers import LayerRef
+from opendsec.kernel import procfs
 from opendsec.runtime.container.backend import ContainerBackend
 from opendsec.runtime.fncall.backend import FnMembers
 from opendsec.runtime.fncall.interface import Ended, File, Job, JobLimits, MemberPlan
@@ -106,6 +107,19 @@ class Calls:
 
     def kernel_processes(self) -> int:
         return len(self.member.group.procs())
+
+
+def pythons(calls: Calls) -> list[int]:
+    """The interpreter, and a fork of it during a call; oldest first."""
+    found = []
+    for pid in calls.member.group.procs():
+        try:
+            stat = procfs.stat(pid)
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # one that only joins the namespaces, and is gone
+        if stat.comm == b"python3":
+            found.append((stat.start_time, pid))
+    return [pid for _, pid in sorted(found)]
 
 
 class FnNode:

@@ -15,7 +15,7 @@ import pytest
 
 from opendsec.kernel import namespaces, procfs
 from opendsec.testing.posture import Posture, collect, differences
-from tests.fnmembers import Calls
+from tests.fnmembers import Calls, pythons
 from tests.security.test_posture import DEV, MASKED, NS_GET_OWNER_UID, PATH, expected_limits, oom_score_of_init
 
 OVERLAY = "rw,lowerdir=/l0,upperdir=*,workdir=*,redirect_dir=nofollow,userxattr"
@@ -129,7 +129,7 @@ def check(wanted: Posture, got: Posture) -> None:
 
 def test_the_interpreter(member: Calls) -> None:
     """Under the same filter but for setns, without capabilities; not dumpable; outside the calls' user, pid and mount namespaces."""
-    pid = next(pid for pid in member.member.group.procs() if procfs.stat(pid).comm == b"python3")
+    pid = pythons(member)[0]
     got = found(member, pid)
     assert got.capabilities == NOTHING and got.no_new_privileges and got.seccomp_filters == 2
     assert got.descriptors == {0: "pipe", 1: "pipe", 2: "pipe", 3: "socket"}
@@ -232,7 +232,7 @@ def test_the_key_to_setns_is_in_no_memory_but_the_supervisors(member: Calls) -> 
         word for word in words if len(set(word)) > 5 and 0 not in word and not all(0x20 <= byte < 0x7F or byte == 10 for byte in word)
     ]
     assert len(secrets) >= 2
-    interpreter = next(pid for pid in member.member.group.procs() if procfs.stat(pid).comm == b"python3")
+    interpreter = pythons(member)[0]
     copies: list[bytes] = []
     until_told(member, lambda pid: copies.append(private_memory(pid)))
     copies.append(private_memory(interpreter))

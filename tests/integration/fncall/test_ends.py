@@ -14,27 +14,13 @@ import pytest
 
 from opendsec.api.errors import Internal, SandboxLost
 from opendsec.images.layers import LayerRef
-from opendsec.kernel import procfs
 from opendsec.testing.waiting import eventually
 from tests.boxes import until
-from tests.fnmembers import Calls, FnNode
+from tests.fnmembers import Calls, FnNode, pythons
 
 pytestmark = pytest.mark.slow
 
 SLEEP = "import time\nprint('on', flush=True)\ntime.sleep(1000)"
-
-
-def pythons(calls: Calls) -> list[int]:
-    """The interpreter, and a fork of it during a call; oldest first."""
-    found = []
-    for pid in calls.member.group.procs():
-        try:
-            stat = procfs.stat(pid)
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # one that only joins the namespaces, and is gone
-        if stat.comm == b"python3":
-            found.append((stat.start_time, pid))
-    return [pid for _, pid in sorted(found)]
 
 
 def test_destroyed_at_rest_and_during_a_call(fn_node: FnNode) -> None:
