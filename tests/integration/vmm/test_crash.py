@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -72,25 +74,41 @@ def qemu_of(place: Place) -> int | None:
     """The process in the group, once there is one."""
     group = cgroups.discover().group(place.group)
     try:
-        return next(iter(group.procs()), None) if group.exists() else None
+        pid = next(iter(group.procs()), None) if group.exists() else None
+        return None if pid is None or procfs.stat(pid).comm == b"python3" else pid
     except OSError:
         return None
+
+
+async def time_to_load(vmms: Vmms, machine: Machine, state: Path) -> float:
+    """How long a clone takes on this machine to be there, in seconds."""
+    began = time.monotonic()
+    clone = machine.clone(machine.ram.path, ())
+    vmm = await vmms.start(clone, vmms.place(clone))
+    await vmm.load(state)
+    took_s = time.monotonic() - began
+    await vmm.kill()
+    return took_s
 
 
 async def test_of_qemu_at_any_moment(vmms: Vmms) -> None:
     """Each round a clone lives through all that is done with machines, until it is killed somewhere on the way."""
     machine, state = await vmms.template(pages=200)
-    loop, rounds = asyncio.get_running_loop(), random.Random(5)
+    rounds = random.Random(5)
     ends: dict[str, int] = {}
+    unit_s = await time_to_load(vmms, machine, state)
     for number in range(25):
         clone = machine.clone(machine.ram.path, ())
         place = vmms.place(clone)
 
-        def kill(place: Place = place) -> None:
-            if (pid := qemu_of(place)) is not None and procfs.stat(pid).comm != b"python3":
+        async def kill(after_s: float, place: Place = place) -> None:
+            await asyncio.sleep(after_s)  # the moment is what is being varied
+            while (pid := qemu_of(place)) is None:
+                await asyncio.sleep(0.001)
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-        timer = loop.call_later(rounds.uniform(0.02, 0.35), kill)
+        killing = asyncio.ensure_future(kill(rounds.uniform(0.2, 4) * unit_s))
         where = "start"
         vmm = None
         try:
@@ -98,7 +116,7 @@ async def test_of_qemu_at_any_moment(vmms: Vmms) -> None:
             where = "load"
             await vmm.load(state)
             where = "run"
-            for turn in range(100):
+            for turn in range(1000):
                 await vmm.cont()
                 await vmm.stop()
                 await vmm.save_devices(vmms.folder / f"d{number}-{turn}")
@@ -110,7 +128,7 @@ async def test_of_qemu_at_any_moment(vmms: Vmms) -> None:
         except Unavailable as error:
             raise AssertionError(f"{where}: {error}") from error
         finally:
-            timer.cancel()
+            killing.cancel()
         ends[where] = ends.get(where, 0) + 1
         if vmm is not None:
             assert await asyncio.wait_for(vmm.died, 10) == "QEMU was killed by signal 9"
