@@ -33,7 +33,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from opendsec.api.errors import OpenDSecError, SandboxLost, Unavailable
-from opendsec.runtime.backend import Counters, ExecPlan, Running
+from opendsec.runtime.backend import Counters, ExecPlan, FileAccess, Running
 from opendsec.runtime.guest import wire
 from opendsec.runtime.guest.wire import Fields, WireError
 from opendsec.runtime.poller import Poller
@@ -639,7 +639,7 @@ class Channel:
     # --- files -------------------------------------------------------------------------------------------------------
 
     @property
-    def files(self) -> GuestFiles:
+    def files(self) -> FileAccess:
         if self._files is None:
             from opendsec.runtime.guest.files import GuestFiles
 

@@ -17,6 +17,7 @@ from opendsec.runtime.backend import LayerRef, Placement
 from opendsec.runtime.container.backend import ContainerBackend
 from opendsec.runtime.guest.channel import Channel
 from opendsec.runtime.microvm.backend import MicroVMBackend
+from opendsec.runtime.vm.agent import AgentChannel
 from opendsec.runtime.vm.convert import Format, to_raw
 from opendsec.runtime.vm.images import Disks
 from opendsec.runtime.vm.profiles import PROFILES, Profile
@@ -129,8 +130,9 @@ class VMBackend(MicroVMBackend):
         return await (vmm.agent() if PROFILES[profile or DEFAULT].agent == "qga" else vmm.channel())
 
     async def open_channel(self, sock: socket.socket, profile: str) -> Channel:
-        if PROFILES[profile or DEFAULT].agent != "guestd":
-            return SilentChannel(sock, self.poller())
+        agent = PROFILES[profile or DEFAULT].agent
+        if agent != "guestd":
+            return (AgentChannel if agent == "qga" else SilentChannel)(sock, self.poller())
         return await super().open_channel(sock, profile)
 
 

@@ -20,10 +20,12 @@ _JUNK = 1 << 16
 class SilentChannel(Channel):
     """See the module."""
 
+    why = WHY
+
     def _refuse(self) -> NoReturn:
         if self.lost:
             raise SandboxLost("the sandbox has ended")
-        raise Unsupported(WHY, field="sandbox_id")
+        raise Unsupported(self.why, field="sandbox_id")
 
     def _on_ready(self) -> None:
         """Whatever the guest writes to the port is nothing to us."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A machine's TPM: a process beside its QEMU (swtpm), which speaks to nobody else.
 
-It is confined as QEMU is, as another user, and has one file, its state. Its group is beneath QEMU's: the machine's limits hold for both, and
-it cannot be left behind. It ends when QEMU lets go of their connection.
+It is confined as QEMU is, as another user, and has one file, its state. Its group is beneath QEMU's: the machine's limits hold for both,
+and it cannot be left behind. It ends when QEMU lets go of their connection.
 
 What a TPM holds is part of the devices' state: QEMU asks for it when a machine is saved, and gives it to a new one when a machine is
 loaded. So a pause, a snapshot with memory and a fork have it, and the file, which counts only while the process lives, begins empty. A
