@@ -264,12 +264,15 @@ class MicroVMBackend(VmBackend):
         else:
             folder = self.store.memory(box.memory) if box.memory else self.store.template(box.template)
             ram, devices = folder / "ram", folder / "devices"
-        vmm = await self._start(box, self.templates.machine(template, box.layers, self.store.own_disk(box), box.disks, ram))
+        vmm = await self._start(box, self.templates.machine(template, box.layers, self.store.own_disk(box), box.disks, ram), template)
         await self._or_kill(vmm, vmm.load(devices))
         return vmm
 
-    async def _start(self, box: BoxState, machine: Machine) -> Vmm:
-        programs = await in_thread(self.parts.programs)
+    async def _start(self, box: BoxState, machine: Machine, template: Template) -> Vmm:
+        if box.memory:
+            programs = await in_thread(self.templates.programs_for, template, self.accel)
+        else:
+            programs = await in_thread(self.parts.programs)
         place = self.place_named(box.machine, machine, uid=box.uid, cpu=box.limits.cpu, root=programs.root)
         tpm = Tpm(self.store.box(box.sandbox_id) / "tpm", self.store.root / "tools") if machine.tpm else None
         return await Vmm.start(await self.containers.spawner(), machine, place, accel=box.accel, tpm=tpm)

@@ -124,7 +124,7 @@ class VMBackend(MicroVMBackend):
             return await super()._load(box, template)
         ram = self.store.template(box.template) / "ram"
         machine = self.templates.machine(template, box.layers, self.store.own_disk(box), box.disks, ram)
-        return await self._start(box, replace(machine, incoming=False))
+        return await self._start(box, replace(machine, incoming=False), template)
 
     async def dial(self, vmm: Vmm, profile: str) -> socket.socket:
         return await (vmm.agent() if PROFILES[profile or DEFAULT].agent == "qga" else vmm.channel())

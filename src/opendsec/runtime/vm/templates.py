@@ -64,6 +64,11 @@ class DiskTemplates(Templates):
     def machine(self, template: Template, layers: Sequence[Layer], own: Path, frozen: Sequence[str], ram: Path) -> Machine:
         return self._machine(template, own, [self._store.disk(one) for one in frozen], Ram(str(ram), shared=False), incoming=True)
 
+    def made_for(self, template: Template) -> dict[str, str]:
+        profile = PROFILES[template.profile]
+        found = super().made_for(template)
+        return found if profile.firmware == "bios" else found | {"firmware": firmware.find(secure=profile.firmware == "secure").digest()}
+
     def _machine(self, template: Template, own: Path, frozen: Sequence[Path], ram: Ram, *, incoming: bool) -> Machine:
         """`own`: the disk; the variables of its firmware lie beside it."""
         profile = PROFILES[template.profile]

@@ -41,6 +41,14 @@ class Parts:
             self._programs = programs.prepare(self._shared / "qemu")
         return self._programs
 
+    def programs_of(self, digest: str, version: str) -> Programs | None:
+        """What a state was saved with: the same version of QEMU, or the very copy. None if neither is here. Raises Unsupported."""
+        now = self.programs()
+        if digest == now.digest or version == now.version:
+            return now
+        root = self._shared / "qemu" / digest
+        return Programs(root, digest, version) if (root / "complete").exists() else None
+
     def boot_image(self) -> BootImage:
         """Raises Unavailable if the kernel cannot be had, Unsupported if guestd was not built. May download 30 MB."""
         if self._boot is None:

@@ -61,6 +61,7 @@ class Template(msgspec.Struct, frozen=True, kw_only=True):
     profile: str = ""  # of a full VM, as all that follows
     width: int = 0
     height: int = 0
+    made_for: dict[str, str] = {}  # what it can be loaded into: see `fits`
 
     @property
     def disk(self) -> str:

@@ -31,12 +31,13 @@ from opendsec.runtime.backend import ExecPlan
 from opendsec.runtime.guest.channel import Channel
 from opendsec.runtime.poller import Poller
 from opendsec.runtime.spawn import Spawner
-from opendsec.runtime.vmm import disks
+from opendsec.runtime.vmm import disks, fits
 from opendsec.runtime.vmm.arguments import Accel, arguments
 from opendsec.runtime.vmm.locks import locked
 from opendsec.runtime.vmm.machine import Disk, Image, Machine, Ram
 from opendsec.runtime.vmm.parts import Parts
 from opendsec.runtime.vmm.process import DIE_TIMEOUT_S, Place, Vmm
+from opendsec.runtime.vmm.programs import Programs
 from opendsec.runtime.vmm.store import Layer, Template, VmStore, settle, write
 
 FORMAT = 1  # raise it when something else about a booted machine changes
@@ -164,6 +165,27 @@ class Templates:
             incoming=True,
         )
 
+    def made_for(self, template: Template) -> dict[str, str]:
+        """See `fits`. Blocks when called for the first time."""
+        layers = [Layer(digest, "meta", "data") for digest in template.layers]
+        machine = self.machine(template, layers, Path("own"), template.disks, Path("ram"))
+        return fits.facts(machine, template.accel, self._parts.programs().version)
+
+    def programs_for(self, template: Template, accel: Accel) -> Programs:
+        """The QEMU for what was saved of a machine of this template, on a host with this accelerator. Raises Unavailable, saying why, if
+        there is none that could go on with it. Blocks."""
+        changed = fits.differences(template.made_for, self.made_for(template))
+        programs = self._parts.programs_of(template.qemu, template.made_for.get(fits.QEMU, ""))
+        if programs is not None:
+            changed = [one for one in changed if not one.startswith(f"its {fits.QEMU}:")]
+        elif not changed:
+            changed = ["its QEMU is gone"]
+        if template.accel == "kvm" and accel != "kvm":
+            changed.append("its accelerator: kvm then, none now")
+        if changed or programs is None:
+            raise Unavailable(f"it was saved on a machine of another kind, and is kept; {', '.join(changed)}", data={"changed": "; ".join(changed)})
+        return programs
+
     # --- there or made -------------------------------------------------------------------------------------------------
 
     async def get(self, wanted: Wanted) -> Template:
@@ -225,6 +247,7 @@ class Templates:
             shutil.rmtree(making, ignore_errors=True)
 
     async def _publish(self, making: Path, template: Template) -> None:
+        template = msgspec.structs.replace(template, made_for=await in_thread(self.made_for, template))
         await in_thread(_settle, making, template)
         target = self._store.template(template.key)
         shutil.rmtree(target, ignore_errors=True)  # one that could not be read
