@@ -183,7 +183,8 @@ class Templates:
         if template.accel == "kvm" and accel != "kvm":
             changed.append("its accelerator: kvm then, none now")
         if changed or programs is None:
-            raise Unavailable(f"it was saved on a machine of another kind, and is kept; {', '.join(changed)}", data={"changed": "; ".join(changed)})
+            told = "; ".join(changed)
+            raise Unavailable(f"it was saved on a machine of another kind, and is kept; {told}", data={"changed": told})
         return programs
 
     # --- there or made -------------------------------------------------------------------------------------------------
