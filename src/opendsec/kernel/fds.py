@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import signal
 
 from opendsec.kernel import abi, procfs, syscalls
 
@@ -43,6 +44,21 @@ def open_path(path: StrPath, *, dir_fd: int | None = None, follow: bool = False,
 def reopen(fd: int, flags: int) -> int:
     """Open for good what an O_PATH descriptor names. O_NOFOLLOW cannot be given: the way leads over a magic link."""
     return os.open(procfs.fd_path(fd), flags | os.O_CLOEXEC)
+
+
+def written_to(path: StrPath) -> bool:
+    """Whether a file is open for writing anywhere, whoever has it open and wherever the descriptor is: this is the kernel's own count.
+    False where the file system cannot tell."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # which does nothing; whoever wants to write now would have us killed by SIGIO
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        return False
+    except OSError as error:
+        return error.errno == errno.EAGAIN
+    finally:
+        os.close(fd)
 
 
 def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:

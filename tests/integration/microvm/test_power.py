@@ -103,7 +103,7 @@ async def test_what_is_stored_outlives_a_cut_and_is_told_from_what_has_run_since
             await asyncio.to_thread(disks.copy_sparse, device, tmp_path / "while-running")
     assert len({kept_sum, paused_sum}) == 2
     with mounted(tmp_path / "while-paused", tmp_path / "after") as directory:
-        async with vms_in(directory, node.edge_id) as (after, vms):
+        async with vms_in(directory, node.edge_id) as (_, vms):
             backend = vms.backend
             assert isinstance(backend, MicroVMBackend)
             assert list(backend.snapshots()) == [kept_one.snapshot_id] and backend.leftovers() == [paused.sandbox_id]

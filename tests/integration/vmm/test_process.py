@@ -16,6 +16,7 @@ import pytest
 
 from opendsec.api.errors import Internal, SandboxLost
 from opendsec.kernel import procfs
+from opendsec.kernel.fds import written_to
 from opendsec.runtime.vmm.machine import Disk, Display, Image, Machine, Ram
 from opendsec.runtime.vmm.process import Vmm
 from tests.vmms import MEMORY, Vmms
@@ -242,7 +243,8 @@ async def test_disks_lie_on_one_another_and_take_an_overlay_while_they_live(vmms
     vmm = await vmms.start(vmms.machine(disks=(*layers, scratch)))
     await vmm.stop()
     before = digest(vmms.folder / "one")
-    await vmm.push_overlay("scratch", vmms.folder / "two", "scratch-two")
+    await vmm.push_overlay("scratch", vmms.folder / "one", vmms.folder / "two", "scratch-two")
+    assert not written_to(vmms.folder / "one") and written_to(vmms.folder / "two")
     await vmm.cont()
     nodes = await vmm.call("query-named-block-nodes", flat=True)
     assert isinstance(nodes, list)

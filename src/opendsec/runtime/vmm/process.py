@@ -351,9 +351,9 @@ class Vmm:
         """Close the open files of a set; one that QEMU uses stays open as long."""
         await self.call("remove-fd", fdset_id=number)
 
-    async def push_overlay(self, node: str, path: Path, new_node: str) -> None:
-        """From now on the disk whose top node is `node` writes to the empty qcow2 file at `path`, as node `new_node`; the image
-        beneath is as it was at this moment, and never changes again. The machine should be stopped."""
+    async def push_overlay(self, node: str, beneath: Path, path: Path, new_node: str) -> None:
+        """From now on the disk whose top node is `node`, the image at `beneath`, writes to the empty qcow2 file at `path`, as node
+        `new_node`; the image beneath is as it was at this moment, and never changes again. The machine should be stopped."""
         number, name = None, ""
         for flags in (os.O_RDWR, os.O_RDONLY):  # the latter for when another lies upon this one
             fd = os.open(path, flags | os.O_CLOEXEC)
@@ -364,6 +364,20 @@ class Vmm:
         options = arguments.overlay_node(new_node, name)
         await self.execute("blockdev-add", options)
         await self.call("blockdev-snapshot", node=node, overlay=new_node)
+        await self._drop_writable(beneath)
+
+    async def _drop_writable(self, path: Path) -> None:
+        """Have it close the descriptors by which it could still write to a file, which it only reads from now on."""
+        told = await self.call("query-fdsets")
+        pairs = [(one["fdset-id"], fd["fd"]) for one in (told if isinstance(told, list) else ()) for fd in one["fds"]]
+        file = os.stat(path)
+        for number, fd in pairs:
+            try:
+                flags = int(procfs.fd_info(self.pid, fd)["flags"], 8)
+                if flags & os.O_ACCMODE != os.O_RDONLY and os.path.samestat(os.stat(procfs.path_of(self.pid, "fd", str(fd))), file):
+                    await self.call("remove-fd", fdset_id=number, fd=fd)
+            except FileNotFoundError:
+                continue  # it has closed that one by itself
 
     # --- ways in -----------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ import msgspec
 
 from opendsec.api.errors import Conflict, Internal, OpenDSecError, SandboxLost
 from opendsec.images.waiting import in_thread, to_the_end
+from opendsec.kernel.fds import written_to
 from opendsec.runtime.backend import SnapshotRecord
 from opendsec.runtime.vmm import disks, qcow2
 from opendsec.runtime.vmm.process import Vmm
@@ -116,6 +117,7 @@ async def _snapshot(handle: VmHandle, snapshot_id: str, *, memory: bool, durable
     with handle.backend.keeping(snapshot_id):
         try:
             await _still(handle, vmm, snapshot_id, memory=memory)
+            await _nobody_writes(vmm, [store.disk(snapshot_id), *([store.memory(snapshot_id) / "devices"] if memory else [])])
             shortened = await in_thread(_shorten, handle)
             box = handle.box
             record = SnapshotRecord(
@@ -164,6 +166,14 @@ async def _still(handle: VmHandle, vmm: Vmm, snapshot_id: str, *, memory: bool) 
                 await handle.channel.thaw_disk()
 
 
+async def _nobody_writes(vmm: Vmm, paths: list[Path]) -> None:
+    """What others will stand on must not change any more: a QEMU that has kept a way to write to it is not ours any more, and is ended.
+    Raises SandboxLost."""
+    if await in_thread(lambda: [path for path in paths if written_to(path)]):
+        await vmm.kill()
+        raise SandboxLost("its QEMU has kept what it had to let go of; somebody has taken it over")
+
+
 async def _push(handle: VmHandle, vmm: Vmm, disk_id: str) -> None:
     """Freeze the present disk under this id, and lay a new one on it."""
     store, before = handle.backend.store, handle.box
@@ -173,7 +183,7 @@ async def _push(handle: VmHandle, vmm: Vmm, disk_id: str) -> None:
     try:
         await in_thread(_prepare, store.own_disk(before), store.disk(disk_id), fresh, before.scratch_bytes)
         await in_thread(store.write_box, after)
-        await vmm.push_overlay(top, fresh, node_of(after.generation))
+        await vmm.push_overlay(top, store.own_disk(before), fresh, node_of(after.generation))
     except BaseException:
         if await _pushed(vmm, after) is False:
             fresh.unlink(missing_ok=True)  # first: what is to be written needs room
