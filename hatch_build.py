@@ -31,6 +31,7 @@ ONE_PAGE = "-Wl,-n"  # of a program without data: its file is mapped as one page
 WITHOUT_DATA = ("init",)
 SHARED = ("forkin", "ram")
 SHARED_FLAGS = "-shared -fPIC -fvisibility=hidden"
+X86_64_ONLY = ("restore",)  # it knows registers and signal frames
 WITH_LIBC = ("guestd",)  # one a machine, not one a sandbox: size matters less there
 LIBC_FLAGS = "-std=gnu11 -O2 -Wall -Wextra -Werror -Wno-unused-function -Wno-format-truncation -fno-pie -ffunction-sections"
 LIBC_LINK = "-static -no-pie -Wl,--build-id=none -Wl,-z,noexecstack -Wl,--gc-sections -Wl,-s"
@@ -43,6 +44,8 @@ def build_native(root: Path) -> list[Path]:
     compiler = shlex.split(os.environ.get("CC", "cc"))
     made = []
     for source in sorted((root / "native").glob("*.c")):
+        if source.stem in X86_64_ONLY and os.uname().machine != "x86_64":
+            continue
         shared = source.stem in SHARED
         target = out_dir / f"dsec-{source.stem}{'.so' if shared else ''}"
         partial = target.with_suffix(".partial")

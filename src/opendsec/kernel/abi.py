@@ -15,9 +15,9 @@ MACHINE = os.uname().machine
 # --- system call numbers (only those without a glibc 2.36 wrapper, or whose wrapper we must not use) ---------------
 
 _SYS_X86_64 = {"pivot_root": 155, "seccomp": 317, "bpf": 321, "userfaultfd": 323, "execveat": 322, "renameat2": 316, "rt_sigaction": 13}
-_SYS_X86_64 |= {"process_vm_readv": 310, "process_vm_writev": 311}
+_SYS_X86_64 |= {"process_vm_readv": 310, "process_vm_writev": 311, "ptrace": 101, "get_robust_list": 274}
 _SYS_AARCH64 = {"pivot_root": 41, "seccomp": 277, "bpf": 280, "userfaultfd": 282, "execveat": 281, "renameat2": 276, "rt_sigaction": 134}
-_SYS_AARCH64 |= {"process_vm_readv": 270, "process_vm_writev": 271}
+_SYS_AARCH64 |= {"process_vm_readv": 270, "process_vm_writev": 271, "ptrace": 117, "get_robust_list": 100}
 _SYS_COMMON = {
     "pidfd_send_signal": 424,
     "io_uring_setup": 425,

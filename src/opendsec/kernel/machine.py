@@ -12,6 +12,7 @@ The plan:
     inside          [(path, name, writable)]
     open            [(number, path, writable)]
     given           numbers of the descriptors that come with the request, in their order
+    program         what is executed, if it is not argv[0]
     argv, env, rlimits, profile, staging, hostname
 """
 
@@ -157,10 +158,11 @@ def enter_machine(plan: Plan, sync: int, profile: bytes, fds: list[int]) -> None
     enter.step = "exec"
     enter.tell(b"ok")
     argv = plan["argv"]
+    program = plan.get("program", argv[0])
     try:
-        os.execve(argv[0], argv, plan["env"])
+        os.execve(program, argv, plan["env"])
     except OSError as error:
-        raise OSError(error.errno, f"cannot execute {argv[0]!r}: {os.strerror(error.errno or 0)}") from None
+        raise OSError(error.errno, f"cannot execute {program!r}: {os.strerror(error.errno or 0)}") from None
 
 
 def place(opened: list[tuple[int, int]]) -> None:

@@ -36,12 +36,13 @@ _MAX_IOVECS = 1024
 class Mapping:
     """One line of /proc/<pid>/maps."""
 
-    __slots__ = ("end", "inode", "offset", "path", "start")
+    __slots__ = ("end", "inode", "offset", "path", "permissions", "start")
 
     def __init__(self, line: bytes) -> None:
         fields = line.split(None, 5)
         start, _, end = fields[0].partition(b"-")
         self.start, self.end = int(start, 16), int(end, 16)
+        self.permissions = fields[1].decode()  # such as r-xp
         self.offset, self.inode = int(fields[2], 16), int(fields[4])
         self.path = fields[5].strip() if len(fields) > 5 else b""
 

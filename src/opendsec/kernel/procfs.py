@@ -201,6 +201,16 @@ def fd_info(pid: Pid, fd: int) -> dict[str, str]:
     return parse_status(read(path_of(pid, "fdinfo", str(fd))))
 
 
+def fd_rows(pid: Pid, fd: int, kind: str) -> list[dict[str, str]]:
+    """The rows of fdinfo that begin with `kind`, of which there may be many: an epoll descriptor's are "tfd: 5 events: 19 data: 7"."""
+    rows = []
+    for line in read(path_of(pid, "fdinfo", str(fd))).decode().splitlines():
+        words = line.replace(":", " ").split()
+        if words[:1] == [kind]:
+            rows.append(dict(zip(words[::2], words[1::2], strict=False)))
+    return rows
+
+
 def parse_cgroup(data: bytes) -> dict[str, bytes]:
     """Controller → path of the group; "" is the v2 hierarchy, `name=...` a named one."""
     groups = {}
@@ -221,6 +231,10 @@ def pids() -> Iterator[int]:
     for name in os.listdir(PROC):
         if name.isdigit():
             yield int(name)
+
+
+def threads(pid: int) -> list[int]:
+    return sorted(map(int, os.listdir(path_of(pid, "task"))))
 
 
 def children(pid: int) -> list[int]:

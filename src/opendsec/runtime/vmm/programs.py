@@ -31,7 +31,11 @@ FIRMWARE = ("/usr/share/qemu", "/usr/share/seabios", "/usr/share/vgabios", "/usr
 PRELOADED = "/usr/lib/dsec-ram.so"
 """What is loaded into QEMU before its own libraries: see native/ram.c."""
 
-NATIVE = Path(__file__).resolve().parents[2] / "_native" / "dsec-ram.so"
+RESTORE = "/usr/bin/dsec-restore"
+"""What becomes a QEMU that was captured: see native/restore.c. Not there on machines for which it cannot be built."""
+
+_NATIVE = Path(__file__).resolve().parents[2] / "_native"
+NATIVE = _NATIVE / "dsec-ram.so"
 KEYMAPS = "/usr/share/qemu/keymaps"
 FIRMWARE_SUFFIXES = (".bin", ".rom", ".img")
 MODULES = ("hw-display-virtio-gpu.so", "hw-display-virtio-gpu-pci.so", "hw-display-virtio-vga.so")
@@ -66,7 +70,8 @@ def sources(qemu: str = QEMU) -> dict[str, Path]:
         if folder.is_dir():
             wanted |= {str(path) for path in sorted(folder.iterdir()) if path.suffix in FIRMWARE_SUFFIXES and path.is_file()}
     wanted |= {str(path) for path in Path(KEYMAPS).glob("*") if path.is_file()}
-    return {plain(name): Path(name).resolve() for name in sorted(wanted)} | {PRELOADED: NATIVE}
+    own = {PRELOADED: NATIVE, RESTORE: _NATIVE / "dsec-restore"}
+    return {plain(name): Path(name).resolve() for name in sorted(wanted)} | {name: path for name, path in own.items() if path.exists()}
 
 
 def plain(name: str) -> str:

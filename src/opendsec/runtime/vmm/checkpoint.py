@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process as files, from which others like it are made: QEMU with all the code it has translated.
+
+An emulator translates what its guest executes piece by piece, and a clone of a machine would do all of that again: some 25,000 pieces,
+a quarter of a second, until its first command has answered. So a template also has its QEMU itself, stopped after it has done that once.
+A new process takes over that one's memory (mapped, shared with all others until it is written to), descriptors, signal handlers and
+threads, and goes on. What it is confined by, and which files it has, is the new process's own.
+
+    pages       memory that is no file's
+    script      for native/restore.c: header, system calls, threads, and what these point to. It is for one boot of one kernel.
+
+Only what is known is captured. A process that has anything else open or mapped raises Unsupported, and machines start the longer way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from opendsec.api.errors import Unsupported
+from opendsec.kernel import abi, process_memory, procfs, syscall_table, tracee
+from opendsec.kernel.process_memory import PAGE
+from opendsec.kernel.process_memory import Mapping as Area
+
+PAGES, SCRIPT = "pages", "script"
+QUIET_S = 5.0
+SCRIPT_AT, VDSO_AT = 0x1000_0000, 0x0F00_0000  # as in restore.c
+MAGIC = b"DSECPKR1"
+EXACT, OK, DESCRIPTOR = range(3)
+FIRST_KEPT = 600  # numbers that nothing of the process has, for what it is given
+SOURCE = 599
+MERGED_PAGES = 16  # a hole of so many pages is not worth a mapping of its own
+STACK_ROOM = 1 << 20
+_HEADER = struct.Struct("<8s3QI3I8Q")
+_CALL = struct.Struct("<II6QQ")
+_THREAD = struct.Struct("<8Q16s")
+_UC_FLAGS = 1 | 2 | 4  # extended registers, a stack segment that is restored strictly
+_XSTATE_BEGIN, _XSTATE_END = 0x4650_5853, 0x4650_5845
+_RESTARTED = (-512, -513, -514)
+_ERESTART_RESTARTBLOCK, _EINTR = -516, -4
+_FIXED, _PRIVATE, _ANONYMOUS, _NORESERVE = 0x10, 2, 0x20, 0x4000
+_EPOLL_CTL_ADD, _PR_SET_TIMERSLACK, _SECCOMP_SET_MODE_FILTER = 1, 29, 1
+_SIGKILL, _SIGSTOP, _SIG_BLOCK = 9, 19, 0
+
+
+@dataclass(frozen=True)
+class File:
+    """An open file that the new process is given under a number."""
+
+    number: int
+    device: int
+    inode: int
+    access: int  # O_RDONLY, O_WRONLY, O_RDWR
+
+    @classmethod
+    def of(cls, number: int, path: str | Path, access: int) -> File:
+        facts = os.stat(path)
+        return cls(number, facts.st_dev, facts.st_ino, access)
+
+
+@dataclass
+class Script:
+    """What `restore` follows, as it grows. Addresses are those at which it will lie."""
+
+    calls: list[bytes] = field(default_factory=list)
+    threads: list[bytes] = field(default_factory=list)
+    blobs: bytearray = field(default_factory=bytearray)
+    pointers: list[tuple[int, int]] = field(default_factory=list)
+
+    def call(self, name: str, *arguments: int, kind: int = OK, expected: int = 0) -> None:
+        words = [word & (1 << 64) - 1 for word in (*arguments, *(0,) * (6 - len(arguments)))]
+        self.calls.append(_CALL.pack(syscall_table.X86_64[name], kind, *words, expected & (1 << 64) - 1))
+
+    def opened(self, number: int, name: str, *arguments: int) -> None:
+        """A call whose descriptor gets that number."""
+        self.call(name, *arguments, kind=DESCRIPTOR, expected=number)
+
+    def blob(self, data: bytes, align: int = 8) -> int:
+        """Its address."""
+        self.blobs += bytes(-len(self.blobs) % align)
+        at = BLOBS + len(self.blobs)
+        self.blobs += data
+        return at
+
+    def file(self, parts: Sequence[tuple[int, int]]) -> bytes:
+        calls, threads = b"".join(self.calls), b"".join(self.threads)
+        begin = BLOBS - SCRIPT_AT + len(self.blobs)
+        begin += -begin % 64
+        at = begin + len(calls)
+        flat = [word & (1 << 64) - 1 for part in parts for word in part]
+        header = _HEADER.pack(
+            MAGIC, at + len(threads), begin, at, len(self.calls), len(self.threads), len(parts), 0, *flat, *(0,) * (8 - len(flat))
+        )
+        head = header + bytes(BLOBS - SCRIPT_AT - len(header)) + bytes(self.blobs)
+        return head + bytes(begin - len(head)) + calls + threads
+
+
+BLOBS = SCRIPT_AT + 256
+
+
+FILTERS = 1  # that a process has before it begins
+
+
+@contextlib.contextmanager
+def held(pid: int, *, sockets: Sequence[int]) -> Iterator[list[tracee.Thread]]:
+    """The threads of a process that has no connection any more, standing still. All that follows has to be done by one thread."""
+    until = time.monotonic() + QUIET_S
+    while True:
+        with tracee.held(pid) as threads:
+            connected = [number for number, name in procfs.fds(pid).items() if name.startswith(b"socket:") and number not in sockets]
+            pending = {name: int(procfs.status(pid)[name], 16) for name in ("SigPnd", "ShdPnd")}
+            if not connected and not any(pending.values()):
+                yield threads
+                return
+            if time.monotonic() > until:
+                raise Unsupported(f"the process does not come to rest: connections {connected}, signals {pending}")
+        time.sleep(0.001)  # it has to find out by itself that we have hung up, and nothing says when it has
+
+
+def capture(
+    threads: Sequence[tracee.Thread],
+    *,
+    root: Path,
+    files: Sequence[File],
+    sockets: Sequence[int],
+    pages: Path,
+    script: Path,
+    own: Mapping[str, int],
+) -> None:
+    """Write the process of these threads to the new files `pages` and `script`. Blocking.
+
+    `root`: its root directory. `files`, `sockets`: what a new process is given, under the same numbers. `own`: further numbers of it: of
+    PAGES, of programs that cannot be opened by name, and of the script, which `restore` closes itself.
+    """
+    first = threads[0]
+    pid = first.pid
+    result = Script()
+    kept = {name: number for name, number in own.items() if name != SCRIPT}
+    _descriptors(result, pid, files, sockets, kept)
+    parts = _memory(result, pid, root, kept, pages)
+    _signals(result, first)
+    result.call("prctl", _PR_SET_TIMERSLACK, int(procfs.read(procfs.path_of(pid, "timerslack_ns"))))
+    for number in sorted(kept.values()):
+        result.call("close", FIRST_KEPT + number)
+    for program in first.filters()[FILTERS:]:
+        address = result.blob(program)
+        result.call("seccomp", _SECCOMP_SET_MODE_FILTER, 0, result.blob(struct.pack("<QQ", len(program) // 8, address)))
+    for thread in threads:
+        _thread(result, thread)
+    with open(script, "xb") as file:
+        file.write(result.file(parts))
+
+
+# --- descriptors -------------------------------------------------------------------------------------------------------
+
+
+def _descriptors(script: Script, pid: int, files: Sequence[File], sockets: Sequence[int], own: Mapping[str, int]) -> None:
+    """First all that is given goes out of the way, then each goes where it was."""
+    given = sorted({*(file.number for file in files), *sockets, *own.values()})
+    for number in given:
+        script.opened(FIRST_KEPT + number, "fcntl", number, 0, FIRST_KEPT)
+        script.call("close", number)
+    by_facts = {(file.device, file.inode, file.access): file.number for file in files}
+    polls: list[tuple[int, dict[str, str]]] = []
+    for number, target in sorted(procfs.fds(pid).items()):
+        if number >= SOURCE:
+            raise Unsupported(f"descriptor {number} is too high")
+        info = procfs.fd_info(pid, number)
+        flags = int(info["flags"], 8)
+        name = target.decode(errors="replace")
+        facts = os.stat(procfs.path_of(pid, "fd", str(number)))
+        known = by_facts.get((facts.st_dev, facts.st_ino, flags & os.O_ACCMODE))
+        if known is None and name.startswith("socket:") and number in sockets:
+            known = number
+        if known is not None:
+            script.opened(number, "fcntl", FIRST_KEPT + known, 0, 0)
+            script.call("fcntl", number, 4, flags & (os.O_NONBLOCK | os.O_APPEND))
+        elif name == "anon_inode:[eventfd]":
+            count = int(info["eventfd-count"], 16)
+            script.opened(number, "eventfd2", min(count, 0xFFFF_FFFE), flags & os.O_NONBLOCK | int(info.get("eventfd-semaphore", "0")))
+        elif name == "anon_inode:[eventpoll]":
+            script.opened(number, "epoll_create1", 0)
+            polls += [(number, row) for row in procfs.fd_rows(pid, number, "tfd")]
+        elif name == "anon_inode:[signalfd]":
+            mask = script.blob(struct.pack("<Q", int(info["sigmask"], 16)))
+            script.opened(number, "signalfd4", -1, mask, 8, flags & os.O_NONBLOCK)
+        elif stat.S_ISREG(facts.st_mode) or name in ("/dev/null", "/dev/urandom"):
+            if not name.startswith("/") or "(deleted)" in name:
+                raise Unsupported(f"descriptor {number} is {name}")
+            path = script.blob(os.fsencode(name) + b"\0")
+            script.opened(number, "openat", abi.AT_FDCWD, path, flags & ~(os.O_CREAT | os.O_TRUNC | os.O_EXCL))
+        else:
+            raise Unsupported(f"descriptor {number} is {name}")
+    for number, row in polls:
+        event = script.blob(struct.pack("<IQ", int(row["events"], 16), int(row["data"], 16)))
+        script.call("epoll_ctl", number, _EPOLL_CTL_ADD, int(row["tfd"]), event)
+    for number in given:
+        if number not in own.values():
+            script.call("close", FIRST_KEPT + number)
+
+
+# --- memory ------------------------------------------------------------------------------------------------------------
+
+
+def _memory(script: Script, pid: int, root: Path, own: Mapping[str, int], pages: Path) -> list[tuple[int, int]]:
+    """The parts of the vDSO as (offset from it, size)."""
+    areas = process_memory.mappings(pid)
+    kernels = {area.path: area for area in areas if area.path.startswith(b"[v") and area.path != b"[vsyscall]"}
+    parts, moves, at = [], [], VDSO_AT
+    here = kernels[b"[vdso]"].start
+    for area in kernels.values():
+        size = area.end - area.start
+        parts.append((area.start - here, size))
+        moves.append((at, size, area.start))
+        at += size
+    source, number = "", -1
+    with open(pages, "xb", buffering=0) as file:
+        for area in areas:
+            if area.path.startswith(b"[v"):
+                continue
+            size, protection = area.end - area.start, _protection(area)
+            if area.inode:
+                if area.path != source.encode():
+                    source = _open_source(script, root, area, own)
+                    number = FIRST_KEPT + own[source] if source in own else SOURCE
+                _map(script, area.start, size, protection, 0, number, area.offset)
+            else:
+                _map(script, area.start, size, protection, _ANONYMOUS | _NORESERVE, -1, 0)
+            if area.path == b"[stack]":
+                _map(script, area.start - STACK_ROOM, STACK_ROOM, protection, _ANONYMOUS | _NORESERVE, -1, 0)
+            if area.path == b"/ram":
+                continue  # written anew as a whole: no page of it differs from the file
+            for start, end in _merged(process_memory.private_pages(pid, area.start, area.end)):
+                offset = file.tell()
+                _copy(pid, start, end, file.fileno())
+                file.seek(offset + end - start)
+                _map(script, start, end - start, protection, 0, FIRST_KEPT + own[PAGES], offset)
+    script.call("close", SOURCE)
+    for start, size, target in moves:
+        script.call("mremap", start, size, size, 3, target, kind=EXACT, expected=target)
+    return parts
+
+
+def _protection(area: Area) -> int:
+    if area.permissions[3] != "p":
+        raise Unsupported(f"{area.path.decode(errors='replace') or 'memory'} is shared")
+    return sum(bit for letter, bit in zip("rwx", (1, 2, 4), strict=True) if letter in area.permissions)
+
+
+def _open_source(script: Script, root: Path, area: Area, own: Mapping[str, int]) -> str:
+    name = area.path.decode()
+    if name not in own:
+        script.opened(SOURCE, "openat", abi.AT_FDCWD, script.blob(area.path + b"\0"), os.O_RDONLY)
+        if name != "/ram" and os.stat(root / name.lstrip("/")).st_ino != area.inode:
+            raise Unsupported(f"{name} is another file by now")
+    return name
+
+
+def _map(script: Script, start: int, size: int, protection: int, flags: int, fd: int, offset: int) -> None:
+    script.call("mmap", start, size, protection, _PRIVATE | _FIXED | flags, fd, offset, kind=EXACT, expected=start)
+
+
+def _merged(ranges: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    last: tuple[int, int] | None = None
+    for start, end in ranges:
+        if last is not None and start - last[1] <= MERGED_PAGES * PAGE:
+            last = last[0], end
+            continue
+        if last is not None:
+            yield last
+        last = start, end
+    if last is not None:
+        yield last
+
+
+def _copy(pid: int, start: int, end: int, target: int) -> None:
+    with open(procfs.path_of(pid, "mem"), "rb", buffering=0) as memory:
+        while start < end:
+            data = os.pread(memory.fileno(), min(end - start, 4 << 20), start)
+            if not data:
+                raise Unsupported("the process's memory cannot be read")
+            os.write(target, data)
+            start += len(data)
+
+
+# --- signals and threads -------------------------------------------------------------------------------------------------
+
+
+def _signals(script: Script, thread: tracee.Thread) -> None:
+    everything = script.blob(struct.pack("<Q", (1 << 64) - 1))
+    script.call("rt_sigprocmask", _SIG_BLOCK, everything, 0, 8)
+    for number in range(1, tracee.SIGNALS + 1):
+        if number in (_SIGKILL, _SIGSTOP):
+            continue
+        script.call("rt_sigaction", number, script.blob(struct.pack("<4Q", *thread.sigaction(number))), 0, 8)
+
+
+def _thread(script: Script, thread: tracee.Thread) -> None:
+    stack = thread.alternate_stack()
+    tid_address = thread.tid_address()
+    registers = thread.registers()
+    result = registers["rax"] - (registers["rax"] >> 63 << 64)
+    if registers["orig_rax"] < 1 << 63:
+        if result in _RESTARTED:
+            registers |= {"rax": registers["orig_rax"], "rip": registers["rip"] - 2}
+        elif result == _ERESTART_RESTARTBLOCK:
+            registers["rax"] = _EINTR & (1 << 64) - 1
+    robust, rseq = thread.robust_list(), thread.rseq()
+    address = _frame(script, registers, thread.xstate(), thread.signal_mask(), stack)
+    name = procfs.read(procfs.path_of(thread.pid, "task", str(thread.tid), "comm")).strip()
+    script.threads.append(_THREAD.pack(address, registers["fs_base"], tid_address, *robust, *rseq, name[:15]))
+
+
+def _frame(script: Script, registers: Mapping[str, int], xstate: bytes, mask: int, stack: tuple[int, int, int]) -> int:
+    """The address of a signal frame, from which rt_sigreturn(2) makes a thread go on."""
+    (features,) = struct.unpack_from("<Q", xstate, 464)  # where ptrace tells what the processor saves
+    own = struct.pack("<IIQI7I", _XSTATE_BEGIN, len(xstate) + 4, features, len(xstate), *(0,) * 7)
+    extended = script.blob(xstate[:464] + own + xstate[512:] + struct.pack("<I", _XSTATE_END), align=64)
+    order = ("r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15", "rdi", "rsi", "rbp", "rbx", "rdx", "rax", "rcx", "rsp", "rip", "eflags")
+    context = struct.pack("<18Q4H", *(registers[name] for name in order), registers["cs"], 0, 0, registers["ss"])
+    context += struct.pack("<5Q8Q", 0, 0, mask, 0, extended, *(0,) * 8)
+    address, flags, size = stack
+    head = struct.pack("<QQQQiIQ", 0, _UC_FLAGS, 0, address, flags, 0, size)
+    return script.blob(head + context + struct.pack("<Q", mask) + bytes(128), align=16)
