@@ -47,6 +47,7 @@ class Disk:
     boot_index: int | None = None
     backing: tuple[Image, ...] = ()
     bus: Literal["virtio", "sata", "cdrom", "usb"] = "virtio"
+    size_bytes: int = 0  # virtual; 0: not known here
 
     def images(self) -> Iterator[Image]:
         yield Image(self.path, self.format)
@@ -108,6 +109,8 @@ class Machine:
     name: str = "guest"
     cpu: str = ""
     """A CPU model other than the accelerator's own."""
+    config: str = ""
+    """A file with further devices, in QEMU's own form: for what is secret, and so cannot stand in a command line."""
     extra: tuple[str, ...] = field(default=())
     """Further arguments of a profile. Nothing in it may name a file: QEMU sees none."""
 

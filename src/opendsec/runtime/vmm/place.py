@@ -23,6 +23,7 @@ from opendsec.runtime.vmm.qmp import short_path
 
 QMP_SOCKET, CHANNEL_SOCKET, AGENT_SOCKET = "qmp", "guest", "agent"
 ERRORS_FIFO, SERIAL_FIFO = "errors", "serial"
+FILE_SLACK = 64 << 20
 FIRST_UID = 65_536  # below it are the host's own
 ENVIRONMENT = {b"PATH": b"/usr/bin", b"TMPDIR": b"/tmp"}
 
@@ -42,6 +43,16 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 def overhead_bytes(machine: Machine) -> int:
     """Memory that QEMU needs besides the guest's: itself, translated code, block caches, the screen's buffers."""
     return (96 << 20) + (8 << 20) * machine.cpus + ((64 << 20) if machine.display else 0) + ((16 << 20) if machine.tpm else 0)
+
+
+def file_bytes(machine: Machine) -> int | None:
+    """The largest file that QEMU may write: its disk with all of its tables, or a device state or a screen if those are larger. None: it
+    has a disk of unknown size."""
+    sizes = [disk.size_bytes for disk in machine.disks if not disk.read_only]
+    if 0 in sizes:
+        return None
+    memory = 0 if machine.ram.path else machine.memory_bytes  # which is a file of its own making
+    return max(memory, *sizes, 0) + max(sizes, default=0) // 1024 + FILE_SLACK
 
 
 def group_limits(machine: Machine, *, cpu: float, cpu_weight: int | None = None) -> dict[str, float | int]:
@@ -105,7 +116,7 @@ def prepare(
     if tpm is not None:
         give(arguments.tpm_fd(machine), tpm)
     plan = plan_of(place, words, arguments.inside(machine), arguments.descriptors(machine, accel), numbers)
-    return plan | {"env": ENVIRONMENT | {b"LD_PRELOAD": programs.PRELOADED.encode()}}, given
+    return plan | {"rlimits": profile.rlimits(file_bytes(machine)), "env": ENVIRONMENT | {b"LD_PRELOAD": programs.PRELOADED.encode()}}, given
 
 
 def plan_of(place: Place, words: Sequence[str], files: Sequence[Inside], opened: Sequence[Opened], numbers: Sequence[int]) -> Message:

@@ -54,8 +54,10 @@ def program(arch: str = abi.MACHINE) -> bytes:
     return seccomp.compile_filter(rules(), EPERM, arch, beyond=ENOSYS)
 
 
-def rlimits() -> list[tuple[int, int, int]]:
+def rlimits(file_bytes: int | None = None) -> list[tuple[int, int, int]]:
+    """`file_bytes`: of the largest file that may be written."""
     wanted = {
+        **({} if file_bytes is None else {resource.RLIMIT_FSIZE: file_bytes}),
         resource.RLIMIT_CORE: CORE_BYTES,
         resource.RLIMIT_RTPRIO: 0,
         resource.RLIMIT_NICE: 0,

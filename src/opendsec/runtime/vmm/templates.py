@@ -90,10 +90,10 @@ def layer_disks(layers: Sequence[Layer]) -> Iterator[Disk]:
         yield Disk(id=f"data{index}", path=layer.data, read_only=True)
 
 
-def scratch_disk(own: Path, frozen: Sequence[Path], empty: Path) -> Disk:
+def scratch_disk(own: Path, frozen: Sequence[Path], empty: Path, size: int = 0) -> Disk:
     """`frozen`: lowest first."""
     backing = (*(Image(str(path), "qcow2") for path in reversed(frozen)), Image(str(empty), "raw"))
-    return Disk(id="scratch", path=str(own), format="qcow2", backing=backing)
+    return Disk(id="scratch", path=str(own), format="qcow2", backing=backing, size_bytes=size)
 
 
 def kernel_arguments(layers: int, *, accel: Accel, khz: int) -> str:
@@ -161,7 +161,7 @@ class Templates:
             cpus=template.cpus,
             memory_bytes=template.memory_bytes,
             ram=Ram(str(ram), shared=False),
-            disks=(*layer_disks(layers), scratch_disk(own, chain, self._store.root / "scratch" / template.scratch)),
+            disks=(*layer_disks(layers), scratch_disk(own, chain, self._store.root / "scratch" / template.scratch, template.scratch_bytes)),
             incoming=True,
         )
 
@@ -239,7 +239,7 @@ class Templates:
                 ram=Ram(str(ram), shared=True),
                 kernel=str(boot.path),
                 append=kernel_arguments(len(wanted.layers), accel=wanted.accel, khz=self.khz),
-                disks=(*layer_disks(wanted.layers), scratch_disk(own, [self._store.disk(one) for one in wanted.disks], empty)),
+                disks=(*layer_disks(wanted.layers), scratch_disk(own, [self._store.disk(one) for one in wanted.disks], empty, size)),
             )
             await self._boot_and_save(machine, making / "devices", wanted.accel)
             await self._publish(making, template)
