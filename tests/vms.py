@@ -19,6 +19,7 @@ from opendsec.api.spec import Limits
 from opendsec.runtime.container.backend import ContainerBackend
 from opendsec.runtime.microvm.backend import MicroVMBackend
 from opendsec.runtime.scratch.tmpfs import TmpfsScratch
+from opendsec.runtime.vmm import processes
 from opendsec.runtime.vmm.backend import VmBackend
 from opendsec.runtime.vmm.locks import locked
 from opendsec.runtime.vmm.store import VmStore
@@ -42,6 +43,7 @@ def borrow(store: VmStore) -> None:
     """Links in an empty store to what is kept."""
     store.prepare()
     with locked(kept() / "lock"):
+        prune()
         for name in SHARED:
             (kept() / name).mkdir(mode=0o700, exist_ok=True)
             if name in ("qemu", "kernels", "boot"):
@@ -80,6 +82,9 @@ def give_back(store: VmStore) -> None:
 
 def prune() -> None:
     """Of templates and boot images that an earlier state of the sources made, only the newest stay."""
+    for path in (kept() / "templates").glob("[0-9a-f]*/process"):
+        if processes.find(path.parent) is None:  # of an earlier boot: it would have to be captured again and again
+            shutil.rmtree(path.parent, ignore_errors=True)
     for name in ("templates", "boot"):
         newest = sorted((kept() / name).glob("[0-9a-f]*"), key=lambda path: path.stat().st_mtime, reverse=True)
         for path in newest[KEPT:]:

@@ -27,7 +27,7 @@ from opendsec.runtime.backend import Handle, LayerRef, Placement, Record, VmOpti
 from opendsec.runtime.container.backend import ContainerBackend
 from opendsec.runtime.guest.channel import Channel
 from opendsec.runtime.microvm.pool import Pool, Waiting
-from opendsec.runtime.vmm import disks, process
+from opendsec.runtime.vmm import disks, process, processes
 from opendsec.runtime.vmm.arguments import Accel
 from opendsec.runtime.vmm.backend import VmBackend
 from opendsec.runtime.vmm.handle import VmHandle
@@ -52,6 +52,17 @@ def has_room(wanted: Wanted) -> bool:
     """Whether a machine may wait that could then use all of its memory, and a quarter of the host's is still there for others."""
     memory = procfs.meminfo()
     return memory["MemAvailable"] - wanted.memory_bytes > memory["MemTotal"] // 4
+
+
+def first_disk(own: Path, size: int, template: Path | None) -> Path | None:
+    """Make a machine's own disk; the captured process that it goes with, if the template in that directory has one."""
+    captured = processes.find(template) if template is not None else None
+    if captured is None:
+        disks.write_overlay(own, size)
+    else:
+        shutil.copyfile(captured / "disk", own)
+        own.chmod(0o600)
+    return captured
 
 
 class MicroVMBackend(VmBackend):
@@ -193,14 +204,16 @@ class MicroVMBackend(VmBackend):
         try:
             await in_thread(folder.mkdir, 0o700, True, True)
             own = folder / "disk-0.qcow2"
-            await in_thread(disks.write_overlay, own, template.scratch_bytes)
             here = self.store.template(template.key)
-            machine = self.templates.machine(template, wanted.layers, own, (*template.disks, template.disk), here / "ram")
+            captured = await in_thread(first_disk, own, template.scratch_bytes, here)
+            ram = (captured or here) / "ram"
+            machine = self.templates.machine(template, wanted.layers, own, (*template.disks, template.disk), ram)
             place = self.place_named(name, machine, uid=uid, cpu=float(wanted.cpus), root=self.parts.programs().root)
-            vmm = await Vmm.start(await self.containers.spawner(), machine, place, accel=template.accel)
+            vmm = await Vmm.start(await self.containers.spawner(), machine, place, accel=template.accel, process=captured)
 
             async def run_in() -> Channel:
-                await vmm.load(here / "devices")
+                if captured is None:
+                    await vmm.load(here / "devices")
                 channel = await self._first_word(vmm)
                 try:
                     async with asyncio.timeout(WARM_TIMEOUT_S):
@@ -255,27 +268,31 @@ class MicroVMBackend(VmBackend):
     def _lay_out(self, box: BoxState) -> None:
         self.store.box(box.sandbox_id).mkdir(mode=0o700)
         self.store.write_box(box)
-        disks.write_overlay(self.store.own_disk(box), box.scratch_bytes)
+        first_disk(self.store.own_disk(box), box.scratch_bytes, None if box.memory else self.store.template(box.template))
 
     async def _load(self, box: BoxState, template: Template) -> Vmm:
         """A machine that stands still with the box's memory in it."""
+        captured = None
         if box.memory == "own":
             ram, devices = self.store.saved(box)
         else:
             folder = self.store.memory(box.memory) if box.memory else self.store.template(box.template)
-            ram, devices = folder / "ram", folder / "devices"
-        vmm = await self._start(box, self.templates.machine(template, box.layers, self.store.own_disk(box), box.disks, ram), template)
-        await self._or_kill(vmm, vmm.load(devices))
+            captured = None if box.memory else await in_thread(processes.find, folder)
+            ram, devices = (captured or folder) / "ram", folder / "devices"
+        machine = self.templates.machine(template, box.layers, self.store.own_disk(box), box.disks, ram)
+        vmm = await self._start(box, machine, template, captured)
+        if captured is None:
+            await self._or_kill(vmm, vmm.load(devices))
         return vmm
 
-    async def _start(self, box: BoxState, machine: Machine, template: Template) -> Vmm:
+    async def _start(self, box: BoxState, machine: Machine, template: Template, captured: Path | None = None) -> Vmm:
         if box.memory:
             programs = await in_thread(self.templates.programs_for, template, self.accel)
         else:
             programs = await in_thread(self.parts.programs)
         place = self.place_named(box.machine, machine, uid=box.uid, cpu=box.limits.cpu, root=programs.root)
         tpm = Tpm(self.store.box(box.sandbox_id) / "tpm", self.store.root / "tools") if machine.tpm else None
-        return await Vmm.start(await self.containers.spawner(), machine, place, accel=box.accel, tpm=tpm)
+        return await Vmm.start(await self.containers.spawner(), machine, place, accel=box.accel, tpm=tpm, process=captured)
 
     async def _first_word(self, vmm: Vmm, profile: str = "") -> Channel:
         sock = await self.dial(vmm, profile)

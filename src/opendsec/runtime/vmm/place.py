@@ -18,6 +18,7 @@ from opendsec.kernel import cgroups
 from opendsec.runtime.spawn import Message
 from opendsec.runtime.vmm import arguments, profile, programs
 from opendsec.runtime.vmm.arguments import Accel, Inside, Opened
+from opendsec.runtime.vmm.checkpoint import PAGES, SCRIPT
 from opendsec.runtime.vmm.machine import Machine
 from opendsec.runtime.vmm.qmp import short_path
 
@@ -82,9 +83,10 @@ async def remove(place: Place) -> None:
 
 
 def prepare(
-    machine: Machine, place: Place, accel: Accel, taps: Sequence[int], tpm: int | None, held: list[int]
+    machine: Machine, place: Place, accel: Accel, taps: Sequence[int], tpm: int | None, held: list[int], process: Path | None = None
 ) -> tuple[Message, list[int]]:
-    """What `kernel.machine.start` takes, and the descriptors to send along, which are left in `held` as well."""
+    """What `kernel.machine.start` takes, and the descriptors to send along, which are left in `held` as well. `process`: the directory of
+    a captured one that it is to become."""
     if len(taps) != len(machine.nics) or (tpm is None) == machine.tpm:
         raise ValueError("a tap for each network card, and a TPM if there is to be one")
     words = arguments.arguments(machine, accel)
@@ -115,8 +117,22 @@ def prepare(
         give(arguments.nic_fd(machine, index), tap)
     if tpm is not None:
         give(arguments.tpm_fd(machine), tpm)
-    plan = plan_of(place, words, arguments.inside(machine), arguments.descriptors(machine, accel), numbers)
-    return plan | {"rlimits": profile.rlimits(file_bytes(machine)), "env": ENVIRONMENT | {b"LD_PRELOAD": programs.PRELOADED.encode()}}, given
+    limit = {"rlimits": profile.rlimits(file_bytes(machine))}
+    if process is None:
+        change: Message = {"env": ENVIRONMENT | {b"LD_PRELOAD": programs.PRELOADED.encode()}}
+    else:
+        further = further_numbers(machine, accel)
+        for name, path in ((PAGES, process / PAGES), (SCRIPT, process / SCRIPT), (arguments.QEMU, Path(place.root + arguments.QEMU))):
+            held.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            give(further[name], held[-1])
+        change = {"program": programs.RESTORE.encode(), "env": {b"S": str(further[SCRIPT]).encode()}}
+    return plan_of(place, words, arguments.inside(machine), arguments.descriptors(machine, accel), numbers) | limit | change, given
+
+
+def further_numbers(machine: Machine, accel: Accel) -> dict[str, int]:
+    """Numbers of the files that a process has which becomes a captured one."""
+    first = max((file.fd for file in arguments.descriptors(machine, accel)), default=arguments.FIRST_FD) + 1
+    return {name: first + index for index, name in enumerate((PAGES, arguments.QEMU, SCRIPT))}
 
 
 def plan_of(place: Place, words: Sequence[str], files: Sequence[Inside], opened: Sequence[Opened], numbers: Sequence[int]) -> Message:

@@ -24,8 +24,9 @@ from opendsec.kernel import procfs, syscalls
 from opendsec.kernel.fds import reopen
 from opendsec.runtime.backend import Exit
 from opendsec.runtime.spawn import Spawner, SpawnError, close_all
-from opendsec.runtime.vmm import arguments, blocks, memory, profile
+from opendsec.runtime.vmm import arguments, blocks, checkpoint, memory, profile
 from opendsec.runtime.vmm.arguments import Accel
+from opendsec.runtime.vmm.checkpoint import PAGES, SCRIPT
 from opendsec.runtime.vmm.console import Tail
 from opendsec.runtime.vmm.diagnosis import SHUTDOWN_REASONS, diagnosis
 from opendsec.runtime.vmm.machine import Machine
@@ -35,6 +36,7 @@ from opendsec.runtime.vmm.place import (
     ERRORS_FIFO,
     QMP_SOCKET,
     SERIAL_FIFO,
+    further_numbers,
 )
 from opendsec.runtime.vmm.place import Place as Place
 from opendsec.runtime.vmm.place import group_limits as group_limits
@@ -103,9 +105,18 @@ class Vmm:
 
     @classmethod
     async def start(
-        cls, spawner: Spawner, machine: Machine, place: Place, *, accel: Accel, taps: Sequence[int] = (), tpm: Tpm | None = None
+        cls,
+        spawner: Spawner,
+        machine: Machine,
+        place: Place,
+        *,
+        accel: Accel,
+        taps: Sequence[int] = (),
+        tpm: Tpm | None = None,
+        process: Path | None = None,
     ) -> Vmm:
         """Start QEMU and wait until it answers. `taps`: descriptors the caller keeps and closes. On failure nothing is left.
+        `process`: what `capture` wrote; it goes on from there, with the device state it had, and stands still.
 
         Files named in the machine are prepared for its uid: what it writes by name is given to it, what it reads by name is made readable.
         """
@@ -116,7 +127,7 @@ class Vmm:
         vmm = None
         try:
             try:
-                plan, given = prepare(machine, place, accel, taps, control[0].fileno() if control else None, held)
+                plan, given = prepare(machine, place, accel, taps, control[0].fileno() if control else None, held, process)
                 await profile.install(spawner)
                 answer = await spawner.call("machine", plan, given)
             finally:
@@ -260,6 +271,33 @@ class Vmm:
             raise
         finally:
             os.close(fd)
+
+    async def capture(self, machine: Machine, to: Path) -> None:
+        """Write all of it, the guest's memory too, to new files in a directory: `ram`, and what `start` takes as `process`. It stands
+        still, nobody is connected to the guest, and it is to be killed afterwards. Raises Unsupported if it has what cannot be captured."""
+        await self.qmp.close()
+        self._qmp = None
+        accel: Accel = "kvm" if self.record.accel == "kvm" else "tcg"
+        here, own = self.directory, further_numbers(machine, accel)
+        files = [
+            checkpoint.File.of(0, here / SERIAL_FIFO, os.O_RDWR),
+            checkpoint.File.of(1, here / ERRORS_FIFO, os.O_RDWR),
+            checkpoint.File.of(arguments.SERIAL_FD, here / SERIAL_FIFO, os.O_WRONLY),
+            *(
+                checkpoint.File.of(one.fd, one.path, os.O_RDWR if one.writable else os.O_RDONLY)
+                for one in arguments.descriptors(machine, accel)
+            ),
+        ]
+        sockets = [arguments.QMP_FD, arguments.CHANNEL_FD]
+
+        def capture() -> None:
+            with checkpoint.held(self.pid, sockets=sockets) as threads:
+                memory.dump(self.pid, MAPPED_RAM, self._base(), to / "ram", private=True)
+                checkpoint.capture(
+                    threads, root=Path(self.record.place.root), files=files, sockets=sockets, pages=to / PAGES, script=to / SCRIPT, own=own
+                )
+
+        await self._or_dead(capture)
 
     async def load(self, path: Path) -> None:
         """Take the state in `path`; the machine was started with `incoming`. It stands still until `cont`."""

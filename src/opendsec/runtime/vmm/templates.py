@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -31,7 +32,7 @@ from opendsec.runtime.backend import ExecPlan
 from opendsec.runtime.guest.channel import Channel
 from opendsec.runtime.poller import Poller
 from opendsec.runtime.spawn import Spawner
-from opendsec.runtime.vmm import disks, fits
+from opendsec.runtime.vmm import disks, fits, processes
 from opendsec.runtime.vmm.arguments import Accel, arguments
 from opendsec.runtime.vmm.locks import locked
 from opendsec.runtime.vmm.machine import Disk, Image, Machine, Ram
@@ -40,7 +41,8 @@ from opendsec.runtime.vmm.process import DIE_TIMEOUT_S, Place, Vmm
 from opendsec.runtime.vmm.programs import Programs
 from opendsec.runtime.vmm.store import Layer, Template, VmStore, settle, write
 
-FORMAT = 1  # raise it when something else about a booted machine changes
+FORMAT = 2  # raise it when something else about a booted machine changes
+_LOG = logging.getLogger(__name__)
 MIB = 1 << 20
 BOOT_TIMEOUT_S = 90.0  # ten times what an emulated boot takes on a busy machine
 WARM_TIMEOUT_S = 30.0
@@ -155,7 +157,9 @@ class Templates:
 
     def machine(self, template: Template, layers: Sequence[Layer], own: Path, frozen: Sequence[str], ram: Path) -> Machine:
         """A machine that the template's memory, or what became of it, can be loaded into."""
-        chain = [self._store.disk(one) for one in frozen]
+        return self._clone(template, layers, own, [self._store.disk(one) for one in frozen], ram)
+
+    def _clone(self, template: Template, layers: Sequence[Layer], own: Path, chain: Sequence[Path], ram: Path) -> Machine:
         return Machine(
             kind="microvm",
             cpus=template.cpus,
@@ -242,10 +246,62 @@ class Templates:
                 disks=(*layer_disks(wanted.layers), scratch_disk(own, [self._store.disk(one) for one in wanted.disks], empty, size)),
             )
             await self._boot_and_save(machine, making / "devices", wanted.accel)
+            if processes.possible(wanted.accel):
+                await self._capture(making, template, wanted)
             await self._publish(making, template)
             return template
         finally:
             shutil.rmtree(making, ignore_errors=True)
+
+    async def _capture(self, making: Path, template: Template, wanted: Wanted) -> None:
+        """Add a clone's QEMU that has done once what nearly every sandbox does first, and see whether it can be gone on from. If not,
+        clones are made without."""
+        folder = making / processes.NAME
+        own, chain = folder / "disk", [*(self._store.disk(one) for one in template.disks), making / "disk"]
+        try:
+            await in_thread(folder.mkdir, 0o700)
+            await in_thread(disks.write_overlay, own, template.scratch_bytes)
+            machine = self._clone(template, wanted.layers, own, chain, making / "ram")
+            vmm = await Vmm.start(await self._spawner(), machine, self._place(machine, float(os.cpu_count() or 1)), accel=template.accel)
+            try:
+                await vmm.load(making / "devices")
+                await self._talk(vmm, warm_up)
+                await vmm.stop()
+                await vmm.capture(machine, folder)
+            finally:
+                await asyncio.shield(vmm.kill())
+            await self._try_out(folder, template, wanted, chain)
+            await in_thread(processes.publish, folder)
+        except (OpenDSecError, OSError, TimeoutError) as error:
+            _LOG.warning("clones of template %s start without translated code: %s", template.key, error)
+            await in_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    async def _try_out(self, folder: Path, template: Template, wanted: Wanted, chain: Sequence[Path]) -> None:
+        own = folder / "tried"
+        await in_thread(shutil.copyfile, folder / "disk", own)
+        machine = self._clone(template, wanted.layers, own, chain, folder / "ram")
+        place = self._place(machine, float(os.cpu_count() or 1))
+        vmm = await Vmm.start(await self._spawner(), machine, place, accel=template.accel, process=folder)
+        try:
+            await self._talk(vmm, Channel.usage)
+        finally:
+            await asyncio.shield(vmm.kill())
+            await in_thread(own.unlink)
+
+    async def _talk(self, vmm: Vmm, what: Callable[[Channel], Awaitable[object]]) -> None:
+        sock = await vmm.channel()
+        try:
+            await vmm.cont()
+        except BaseException:
+            sock.close()
+            raise
+        channel = await Channel.open(sock, poller=self._poller(), timeout_s=self.boot_timeout_s)
+        try:
+            async with asyncio.timeout(WARM_TIMEOUT_S):
+                await what(channel)
+            await channel.detach()
+        finally:
+            channel.close()
 
     async def _publish(self, making: Path, template: Template) -> None:
         template = msgspec.structs.replace(template, made_for=await in_thread(self.made_for, template))
@@ -333,9 +389,9 @@ def begin(making: Path, template: Template) -> tuple[Path, Path]:
 
 def _settle(making: Path, template: Template) -> None:
     """What is published is on the disk, so a template that is there is whole."""
-    for path in making.iterdir():
+    for path in (*making.glob("*"), *making.glob("*/*")):
         os.chown(path, os.geteuid(), os.getegid())
-        path.chmod(0o444)
+        path.chmod(0o555 if path.is_dir() else 0o444)
         settle([path])
     write(making / "template.json", msgspec.json.encode(template), durable=True)
 
