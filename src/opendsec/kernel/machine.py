@@ -179,4 +179,9 @@ def place(opened: list[tuple[int, int]]) -> None:
         os.close(fd)
     for number in range(3):
         if all(number != taken for taken, _ in opened):
-            os.dup2(os.open(b"/dev/null", os.O_RDWR | os.O_CLOEXEC), number, inheritable=True)
+            null = os.open(b"/dev/null", os.O_RDWR | os.O_CLOEXEC)
+            if null == number:  # then dup2 does nothing, and the program would open its first file as its input
+                os.set_inheritable(null, True)
+            else:
+                os.dup2(null, number, inheritable=True)
+                os.close(null)
