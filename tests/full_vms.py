@@ -16,6 +16,7 @@ from opendsec.api.images import BuildRequest, DebianDiskSource
 from opendsec.api.spec import Limits
 from opendsec.runtime.backend import VmOptions
 from opendsec.runtime.vm.backend import VMBackend
+from opendsec.runtime.vm.operator import Operator
 from opendsec.runtime.vmm.locks import locked
 from opendsec.runtime.vmm.store import VmStore
 from tests.images import kept_store
@@ -101,6 +102,8 @@ def prune() -> None:
 class FullNode(MachineNode[VMBackend]):
     """For full VMs."""
 
+    operator: Operator | None = None
+
     def backend(self) -> VMBackend:
         return VMBackend(
             edge_id=self.edge_id,
@@ -108,6 +111,7 @@ class FullNode(MachineNode[VMBackend]):
             run_dir=self.directory / "run",
             containers=self.containers,
             shared=kept_parts(),
+            operator=self.operator,
         )
 
     def borrow(self) -> None:

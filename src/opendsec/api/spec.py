@@ -32,7 +32,7 @@ VM_MEMORY_BYTES = (96 * MIB, 1 << 44)  # less does not boot
 VM_CPU = (0.01, 64.0)
 VM_DISK_BYTES = (16 * MIB, 1 << 44)
 SCREEN_PIXELS = ((320, 3840), (200, 2160))  # width, height
-PROFILES = ("linux-uefi", "linux-bios", "other-uefi", "other-bios", "android-x86", "windows-11", "macos")
+PROFILES = ("linux-uefi", "linux-bios", "other-uefi", "other-bios", "android-x86", "windows-11", "windows-11-setup", "macos")
 
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9._/-]{0,126}[a-z0-9])?(?::[A-Za-z0-9._-]{1,64})?")
 _LAYER = re.compile(

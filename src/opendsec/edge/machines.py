@@ -12,15 +12,16 @@ import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from opendsec.api.errors import OpenDSecError
+from opendsec.api.errors import InvalidRequest, OpenDSecError, Unsupported
 from opendsec.api.sandboxes import Capability, Feature
-from opendsec.edge.config import Settings
+from opendsec.edge.config import BadSettings, Settings
 from opendsec.edge.log import Log
 from opendsec.runtime.container.backend import ContainerBackend
 from opendsec.runtime.microvm.backend import NAME, MicroVMBackend
+from opendsec.runtime.vm import firmware, operator
 from opendsec.runtime.vm.backend import NAME as VM_NAME
 from opendsec.runtime.vm.backend import VMBackend
-from opendsec.runtime.vmm import kernel, probe
+from opendsec.runtime.vmm import kernel, probe, tpm
 from opendsec.runtime.vmm.backend import VmBackend
 from opendsec.runtime.vmm.machine import Machine
 from opendsec.runtime.vmm.parts import GUESTD
@@ -52,6 +53,7 @@ class Machines:
             containers=containers,
             missing=missing_for_machines(found),
             shared=parts_of(settings),
+            operator=load_operator(settings.state_dir / operator.FILE),
         )
         self.backends: dict[str, VmBackend] = {NAME: self.microvms, VM_NAME: full}
 
@@ -112,7 +114,36 @@ def features(parts: Path) -> tuple[Feature, ...]:
         reason = "Debian's cloud kernel, fetched by apt with the first microVM"
     else:
         reason = f"{GUESTD.name} was not built"
-    return (Feature(name="guest_kernel", present=present, reason=reason, needed_for="microVMs", without_it="microVMs are refused"),)
+    return (
+        Feature(name="guest_kernel", present=present, reason=reason, needed_for="microVMs", without_it="microVMs are refused"),
+        _firmware("uefi", secure=False, profiles="linux-uefi, other-uefi, android-x86, macos"),
+        _firmware("uefi_secure_boot", secure=True, profiles="windows-11"),
+        Feature(
+            name="tpm",
+            present=not tpm.missing(),
+            reason=tpm.missing(),
+            needed_for="VMs of profile windows-11",
+            without_it="that profile is refused",
+        ),
+    )
+
+
+def _firmware(name: str, *, secure: bool, profiles: str) -> Feature:
+    try:
+        reason, present = firmware.find(secure=secure).code.name, True
+    except Unsupported as error:
+        reason, present = error.message, False
+    return Feature(
+        name=name, present=present, reason=reason, needed_for=f"VMs of profiles {profiles}", without_it="those profiles are refused"
+    )
+
+
+def load_operator(path: Path) -> operator.Operator:
+    """What the operator gives to machines. Raises BadSettings."""
+    try:
+        return operator.load(path)
+    except (InvalidRequest, OSError) as error:
+        raise BadSettings(f"{path}: {error}") from None
 
 
 def parts_of(settings: Settings) -> Path:

@@ -37,7 +37,7 @@ def test_a_microvm() -> None:
     assert words == arguments.arguments(MICRO, "tcg")
     for line in (
         "-machine microvm,memory-backend=ram,suppress-vmdesc=on,rtc=on,isa-serial=on,pit=off,pic=off",
-        "-accel tcg,thread=multi,tb-size=64",
+        "-accel tcg,thread=multi,tb-size=96",
         "-cpu max",
         "-smp 2",
         "-m 256M",
@@ -111,7 +111,9 @@ def test_a_full_machine() -> None:
         tpm=True,
         reboots=True,
         uuid="0d1c6c8e-0000-4000-8000-000000000000",
+        config="/host/secrets",
     )
+    assert arguments.Inside("/host/secrets", "source") in arguments.inside(machine)
     shown = arguments.shown(arguments.arguments(machine, "kvm"))
     for line in (
         "-machine q35,memory-backend=ram,suppress-vmdesc=on,vmport=off,usb=off,smm=on,pflash0=code,pflash1=variables",
@@ -124,6 +126,7 @@ def test_a_full_machine() -> None:
         "-device ide-cd,id=cd,bus=ide.0,drive=cd,serial=cd",
         "-device virtio-vga,xres=1024,yres=768,edid=on",
         "-device usb-tablet,bus=usb.0,id=pointer",
+        "-readconfig /source",
     ):
         assert f"    {line}" in shown.split(" \\\n"), line
     assert "/host" not in shown

@@ -20,6 +20,7 @@ from opendsec.runtime.microvm.backend import MicroVMBackend
 from opendsec.runtime.vm.agent import AgentChannel
 from opendsec.runtime.vm.convert import Format, to_raw
 from opendsec.runtime.vm.images import Disks
+from opendsec.runtime.vm.operator import Operator
 from opendsec.runtime.vm.profiles import PROFILES, Profile
 from opendsec.runtime.vm.silent import SilentChannel
 from opendsec.runtime.vm.templates import DiskTemplates, copy_variables
@@ -27,6 +28,7 @@ from opendsec.runtime.vmm.arguments import Accel
 from opendsec.runtime.vmm.process import Vmm
 from opendsec.runtime.vmm.store import BoxState, Layer, Template
 from opendsec.runtime.vmm.templates import Wanted, cpus_of, memory_of
+from opendsec.runtime.vmm.tpm import missing as missing_tpm
 
 NAME = "vm"
 DEFAULT = "linux-uefi"
@@ -49,6 +51,7 @@ class VMBackend(MicroVMBackend):
         accel: Accel = "tcg",
         missing: Sequence[str] = (),
         shared: Path | None = None,
+        operator: Operator | None = None,
     ) -> None:
         """`root`: not that of the microVMs."""
         super().__init__(
@@ -56,7 +59,8 @@ class VMBackend(MicroVMBackend):
         )
         self.images = Disks(root / "images")
         self.templates = DiskTemplates(self.store, self.parts, spawner=containers.spawner, place=self.template_place, poller=self.poller)
-        self.templates.images = self.images
+        self.operator = operator or Operator()
+        self.templates.images, self.templates.operator = self.images, self.operator
 
     async def start(self) -> None:
         await super().start()
@@ -88,8 +92,8 @@ class VMBackend(MicroVMBackend):
     def _check(self, placement: Placement) -> None:
         super()._check(placement)
         profile = _profile(placement)
-        if profile.refused:
-            raise Unsupported(f"profile {profile.name}: {profile.refused}", field="spec.profile")
+        if why := self.operator.lacks(profile) or (missing_tpm() if profile.tpm else ""):
+            raise Unsupported(f"profile {profile.name}: {why}", field="spec.profile")
         if len(placement.layers) != 1:
             raise InvalidRequest("a VM is made of a disk image alone; what else it needs is copied into it", field="spec.layers")
         if placement.limits.memory_bytes < profile.min_memory_bytes:

@@ -30,4 +30,4 @@ def find(*, secure: bool = False, folder: Path = FOLDER) -> Found:
     for code, variables in SECURE if secure else PLAIN:
         if (folder / code).exists() and (folder / variables).exists():
             return Found((folder / code).resolve(), (folder / variables).resolve())
-    raise Unsupported("no UEFI firmware here (Debian package ovmf)", field="spec.profile")
+    raise Unsupported(f"no UEFI firmware{' with secure boot' if secure else ''} here (Debian package ovmf)", field="spec.profile")

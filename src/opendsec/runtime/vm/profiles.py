@@ -24,7 +24,9 @@ class Profile:
     tpm: bool = False
     reboots: bool = False
     min_memory_bytes: int = 128 * MIB
-    refused: str = ""  # why it cannot be had
+    setup: bool = False  # with the discs that it is installed from
+    apple: bool = False  # with the controller and the keys of Apple's machines
+    refused: str = ""  # what is said where the operator has not given what it needs
 
 
 PROFILES = {
@@ -56,6 +58,18 @@ PROFILES = {
             min_memory_bytes=2048 * MIB,
         ),
         Profile(
+            name="windows-11-setup",
+            about="the same, with what it is installed from",
+            firmware="secure",
+            agent="qga",
+            vga=True,
+            tpm=True,
+            reboots=True,
+            min_memory_bytes=2048 * MIB,
+            setup=True,
+            refused="the operator of this edge has not named what it is installed from",
+        ),
+        Profile(
             name="macos",
             about="macOS",
             agent="none",
@@ -63,6 +77,7 @@ PROFILES = {
             vga=True,
             reboots=True,
             min_memory_bytes=4096 * MIB,
+            apple=True,
             refused="macOS runs on Apple's hardware alone, by its licence, and the operator of this edge has not confirmed any",
         ),
     )

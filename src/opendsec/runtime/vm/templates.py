@@ -7,9 +7,10 @@ What has no guestd has no such moment. Its template is an empty memory and an em
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,9 @@ from opendsec.api.errors import InvalidRequest
 from opendsec.images.waiting import in_thread
 from opendsec.kernel import procfs
 from opendsec.runtime.vm import firmware
+from opendsec.runtime.vm.answers import Answers
 from opendsec.runtime.vm.images import Disks
+from opendsec.runtime.vm.operator import Operator
 from opendsec.runtime.vm.profiles import PROFILES, Profile
 from opendsec.runtime.vmm import disks
 from opendsec.runtime.vmm.arguments import arguments
@@ -28,22 +31,24 @@ from opendsec.runtime.vmm.store import Layer, Template
 from opendsec.runtime.vmm.templates import WARM_FACTS, Templates, Wanted, begin
 
 FORMAT = 1  # raise it when something else about a booted machine changes
-VARIABLES = "variables"
+VARIABLES, ANSWERS, CONFIG = "variables", "answers", "config"
+APPLE = ("-smbios", "type=2")  # the table of a base board, which macOS looks for
 BOOT_TIMEOUT_S = 300.0
 """Ten times what an emulated boot of a whole system takes."""
 
 
 class DiskTemplates(Templates):
-    """See the module. `images` must be given before anything is asked for."""
+    """See the module. `images` must be given before anything is asked for; `operator`: what some profiles need."""
 
     boot_timeout_s = BOOT_TIMEOUT_S
     images: Disks
+    operator: Operator = Operator()
 
     def key(self, wanted: Wanted) -> str:
         profile = PROFILES[wanted.profile]
         frozen = [Path(one) for one in wanted.disks]
         machine = self._machine(self._template("", wanted), Path("own"), frozen, Ram("ram"), incoming=True)
-        facts = {
+        facts: dict[str, object] = {
             "format": FORMAT,
             "machine": arguments(machine, wanted.accel),
             "qemu": self._parts.programs().digest,
@@ -59,6 +64,8 @@ class DiskTemplates(Templates):
             "disks": wanted.disks,
             "warm": WARM_FACTS,
         }
+        if profile.setup or profile.apple:
+            facts["operator"] = (self.operator.stamp, self._facts_of_media(wanted))
         return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:24]
 
     def machine(self, template: Template, layers: Sequence[Layer], own: Path, frozen: Sequence[str], ram: Path) -> Machine:
@@ -77,7 +84,7 @@ class DiskTemplates(Templates):
         if profile.firmware != "bios":
             found = firmware.find(secure=profile.firmware == "secure")
             uefi = Firmware(str(found.code), str(own.with_name(VARIABLES)), secure=profile.firmware == "secure")
-        return Machine(
+        machine = Machine(
             kind=profile.board,
             cpus=template.cpus,
             memory_bytes=template.memory_bytes,
@@ -99,8 +106,18 @@ class DiskTemplates(Templates):
             agent=profile.agent == "qga",
             tpm=profile.tpm,
             reboots=profile.reboots,
+            config=str(self._store.template(template.key) / CONFIG) if profile.apple else "",
+            extra=APPLE if profile.apple else (),
             incoming=incoming,
         )
+        return replace(machine, disks=(*machine.disks, *self._discs(template)))
+
+    def _discs(self, template: Template) -> Iterator[Disk]:
+        paths = [*template.media]
+        if template.answers:
+            paths.append(str(self._store.template(template.key) / ANSWERS))
+        for number, path in enumerate(paths):
+            yield Disk(id=f"disc{number}", path=path, read_only=True, bus="cdrom", boot_index=None if number else 2)
 
     def _template(self, key: str, wanted: Wanted) -> Template:
         """Blocks when called for the first time."""
@@ -118,7 +135,20 @@ class DiskTemplates(Templates):
             profile=wanted.profile,
             width=wanted.width,
             height=wanted.height,
+            media=self._media(wanted),
+            answers=self._answers(wanted) is not None,
         )
+
+    def _media(self, wanted: Wanted) -> tuple[str, ...]:
+        windows = self.operator.windows
+        return windows.media() if PROFILES[wanted.profile].setup and windows is not None else ()
+
+    def _answers(self, wanted: Wanted) -> Answers | None:
+        windows = self.operator.windows
+        return windows.answers if PROFILES[wanted.profile].setup and windows is not None else None
+
+    def _facts_of_media(self, wanted: Wanted) -> object:
+        return [(path, (facts := os.stat(path)).st_size, facts.st_mtime_ns) for path in self._media(wanted)]
 
     async def _build(self, key: str, wanted: Wanted) -> Template:
         self.boots += 1
@@ -132,6 +162,10 @@ class DiskTemplates(Templates):
             template = await in_thread(self._template, key, wanted)
             ram, own = await in_thread(begin, making, template)
             begin_variables(profile, making)
+            if (answers := self._answers(wanted)) is not None:
+                (making / ANSWERS).write_bytes(await in_thread(answers.disc))
+            if profile.apple and self.operator.macos is not None:
+                (making / CONFIG).write_text(self.operator.macos.config())
             if profile.agent == "guestd":
                 frozen = [self._store.disk(one) for one in wanted.disks]
                 machine = self._machine(template, own, frozen, Ram(str(ram), shared=True), incoming=False)

@@ -24,8 +24,9 @@ FIRST_FD = 7
 SERIAL_SET, KVM_SET = 998, 999
 
 SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
-TB_MIB = 64
-"""Translated code that TCG keeps at most; it is private to each clone."""
+CONFIG = "source"  # one of the names that `programs` has a place for
+TB_MIB = 96
+"""Translated code that TCG keeps at most; a clone shares with its siblings what its template had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,8 @@ def inside(machine: Machine) -> tuple[Inside, ...]:
     for path, name in ((machine.kernel, "kernel"), (machine.initrd, "initrd")):
         if path:
             found.append(Inside(path, name))
+    if machine.config:
+        found.append(Inside(machine.config, CONFIG))
     if machine.firmware and machine.firmware.code:
         found.append(Inside(machine.firmware.code, "firmware"))
         if machine.firmware.variables:
@@ -127,6 +130,8 @@ def arguments(machine: Machine, accel: Accel, *, confined: bool = True) -> list[
         "chardev:serial",
     ]
     words += _devices(machine)
+    if machine.config:
+        words += ["-readconfig", f"/{CONFIG}"]
     if machine.incoming:
         words += ["-incoming", "defer", "-S"]
     return [*words, *machine.extra]

@@ -61,6 +61,8 @@ class Template(msgspec.Struct, frozen=True, kw_only=True):
     profile: str = ""  # of a full VM, as all that follows
     width: int = 0
     height: int = 0
+    media: tuple[str, ...] = ()  # discs in its drives, of the host
+    answers: bool = False  # and one more, `answers`, beside it
     made_for: dict[str, str] = {}  # what it can be loaded into: see `fits`
 
     @property
