@@ -216,8 +216,9 @@ class MicroVMBackend(VmBackend):
                     await vmm.load(here / "devices")
                 channel = await self._first_word(vmm)
                 try:
-                    async with asyncio.timeout(WARM_TIMEOUT_S):
-                        await warm_up(channel)
+                    if captured is None:  # else it has all that behind it
+                        async with asyncio.timeout(WARM_TIMEOUT_S):
+                            await warm_up(channel)
                     await vmm.stop()
                     return channel
                 except BaseException:

@@ -43,7 +43,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 def overhead_bytes(machine: Machine) -> int:
     """Memory that QEMU needs besides the guest's: itself, translated code, block caches, the screen's buffers."""
-    return (96 << 20) + (8 << 20) * machine.cpus + ((64 << 20) if machine.display else 0) + ((16 << 20) if machine.tpm else 0)
+    return (128 << 20) + (8 << 20) * machine.cpus + ((64 << 20) if machine.display else 0) + ((16 << 20) if machine.tpm else 0)
 
 
 def file_bytes(machine: Machine) -> int | None:

@@ -31,7 +31,7 @@ from opendsec.kernel import procfs
 from opendsec.runtime.backend import ExecPlan
 from opendsec.runtime.guest.channel import Channel
 from opendsec.runtime.poller import Poller
-from opendsec.runtime.spawn import Spawner
+from opendsec.runtime.spawn import Spawner, close_all
 from opendsec.runtime.vmm import disks, fits, processes
 from opendsec.runtime.vmm.arguments import Accel, arguments
 from opendsec.runtime.vmm.locks import locked
@@ -49,7 +49,14 @@ WARM_TIMEOUT_S = 30.0
 TRIES = 2
 # What nearly every sandbox does first is done once before it is saved: then programs and libraries are in memory, and the kernel has
 # gone these ways before.
-WARM_UP = (("/bin/sh", "-c", "ls / >/dev/null; (:)"), ("/bin/sh", "-c", "echo warm"))
+WARM_UP = (
+    ("/bin/sh", "-c", "ls / >/dev/null; (:)"),
+    ("true",),
+    ("bash", "-c", "echo warm | cat"),
+    ("python3", "-c", "print()"),
+    ("/bin/sh", "-c", "echo warm"),
+)
+"""What of it an image has not fails, and that is all."""
 # A second after it has booted the kernel has measured its clock and begins to use it; a clone need not do that again.
 CLOCK = "/sys/devices/system/clocksource/clocksource0/current_clocksource"
 SETTLED = ("/bin/sh", "-c", f'for i in 1 2 3 4 5 6 7 8; do read now <{CLOCK}; case "$now" in tsc|kvm-clock) exit;; esac; sleep 1; done')
@@ -358,14 +365,14 @@ async def warm_up(channel: Channel) -> None:
 
 async def _run(channel: Channel, argv: tuple[str, ...]) -> None:
     plan = ExecPlan(process_id=f"warm-{os.urandom(6).hex()}", argv=argv, env=WARM_ENV, cwd="/", user="root")
-    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    held = [os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC), *os.pipe2(os.O_CLOEXEC)]
     try:
-        running = await channel.exec(plan, (null, null, null), WARM_LIMITS)
+        running = await channel.exec(plan, (held[0], held[2], held[2]), WARM_LIMITS)  # nobody reads the pipe, which has room for it
+        await running.exited
+        running.kill_tree()
+        await running.release()
     finally:
-        os.close(null)
-    await running.exited
-    running.kill_tree()
-    await running.release()
+        close_all(held)
 
 
 WARM_LIMITS = Limits(cpu=1.0, cpu_weight=100, memory_bytes=MIB, disk_bytes=MIB, inodes=64, pids=64, open_files=256)
