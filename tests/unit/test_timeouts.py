@@ -15,7 +15,7 @@ HANGING = """
 import asyncio, time
 import pytest
 
-pytestmark = pytest.mark.timeout(0.5)
+pytestmark = pytest.mark.timeout(0.5, func_only=True)
 
 async def test_future():
     await asyncio.get_running_loop().create_future()
