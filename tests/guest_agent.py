@@ -7,15 +7,19 @@ Its package is unpacked beside the test images, not installed, which would start
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import socket
 import subprocess
+import tarfile
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from opendsec.runtime.vmm.locks import locked
+from opendsec.runtime.vmm.programs import libraries
 
+LOADER = "/lib64/ld-linux-x86-64.so.2"
 NOBODY = 65_534
 BLOCKED = (
     *("guest-shutdown", "guest-suspend-disk", "guest-suspend-ram", "guest-suspend-hybrid", "guest-set-time", "guest-set-vcpus"),
@@ -71,3 +75,18 @@ def dial(path: Path) -> socket.socket:
         sock.connect(str(path))
         stack.pop_all()
         return sock
+
+
+def bundle() -> bytes:
+    """A tar archive with it and its libraries, which runs in any Linux by `start`."""
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as archive:
+        for path in (str(program()), *libraries(str(program())), LOADER):
+            archive.add(os.path.realpath(path), Path(path).name)
+    return made.getvalue()
+
+
+def start(folder: str) -> tuple[str, ...]:
+    """How it is started where a bundle was unpacked."""
+    words = (f"{folder}/{Path(LOADER).name}", "--library-path", folder, f"{folder}/qemu-ga", "-m", "virtio-serial")
+    return (*words, "-p", "/dev/virtio-ports/org.qemu.guest_agent.0", "-t", folder, "-f", f"{folder}/pid")
