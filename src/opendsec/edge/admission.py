@@ -101,6 +101,24 @@ def readmit(promised: Promised, charged: Promise, promise: Promise, policy: Poli
         raise _refusal("memory", asked, promised.memory_bytes, limit, format_bytes(asked), format_bytes(limit))
 
 
+def at_rest(promise: Promise, stored_bytes: int, policy: Policy) -> Promise:
+    """What a paused sandbox counts for: no memory, but the disk that its memory lies on."""
+    return Promise(0, promise.disk_bytes + stored(stored_bytes, policy))
+
+
+def stored(stored_bytes: int, policy: Policy) -> int:
+    """What counts as disk of so many bytes that are stored beside the sandboxes' own disks; where scratch is memory, no disk is counted."""
+    return 0 if policy.scratch_is_memory else stored_bytes
+
+
+def check_storing(promised: Promised, memory_bytes: int, policy: Policy) -> None:
+    """Raises QuotaExceeded if there is no room to store that much memory."""
+    asked = stored(memory_bytes, policy)
+    if asked and promised.disk_bytes + asked > policy.disk_bytes:
+        text = f"{format_bytes(asked)} to store its memory"
+        raise _refusal("disk", asked, promised.disk_bytes, policy.disk_bytes, text, format_bytes(policy.disk_bytes))
+
+
 def _refusal(resource: str, asked: float, before: int | None, limit: float, asked_text: str, limit_text: str) -> QuotaExceeded:
     if before is None:
         message = f"{asked_text} asked for, but one sandbox of this edge may have at most {limit_text}"

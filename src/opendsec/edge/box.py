@@ -77,7 +77,7 @@ class Box:
         self.id, self.state, self.template, self.template_id = id, state, template, template_id
         self.backend, self.uid_base, self.promise = backend, uid_base, promise
         self.origin = origin  # the id of the snapshot or sandbox that it is a copy of
-        self.charged = promise  # what of it is counted now: of a paused one, no memory
+        self.charged = promise  # what of it is counted now: of a paused one, see `admission.at_rest`
         self.record: Record | None = None
         self.record_data: bytes | None = None  # as journaled
         self.handle: Handle | None = None
@@ -165,8 +165,6 @@ class Box:
             promise=Promise(row.memory_bytes, row.disk_bytes),
             origin=row.origin,
         )
-        if row.state == "paused" and not row.turning:
-            box.charged = Promise(0, row.disk_bytes)
         box.ended_at = row.ended_at
         box.record_data = row.record
         box.record = None if row.record is None else msgspec.json.decode(row.record, type=Record)

@@ -240,6 +240,12 @@ class Node:
         )
         box.charged = promise
 
+    def store(self, stored_bytes: int) -> None:
+        """Count so much more disk for a snapshot, or less if it is negative."""
+        before = self.promised
+        disk_bytes = before.disk_bytes + admission.stored(stored_bytes, self.policy)
+        self.promised = admission.Promised(before.memory_bytes, disk_bytes, before.sandboxes)
+
     def hold(self, box: Box, handle: Handle) -> None:
         """Keep a backend's handle and hear of the sandbox's death."""
         known = box.handle is handle  # it was paused, and is resumed

@@ -118,23 +118,34 @@ async def _pause(node: Node, box: Box) -> OpenDSecError | None:
         await _quiet(box)
         if box.state.phase != "running":
             raise Conflict("it was killed")  # which the lifecycle knows
+        memory_bytes = box.template.limits.memory_bytes
+        admission.check_storing(node.promised, memory_bytes, node.policy)
+        storing = admission.at_rest(box.promise, memory_bytes, node.policy)
+        node.charge(box, Promise(box.promise.memory_bytes, storing.disk_bytes))
         usage = handle.usage()
         record = await handle.pause()
     except Exception as error:
         box.turn, blame = None, _blame(node, box, error)
+        node.charge(box, box.promise)
         with node.transaction():
             node.apply(box, lifecycle.PauseFailed(node.clock.time(), blame.message, lost=isinstance(blame, SandboxLost)))
         return blame
     box.turn = None
     box.remember(record)
     box.used = usage
-    node.charge(box, Promise(0, box.promise.disk_bytes))
+    node.charge(box, at_rest(node, box))
     if box.commands is not None:
         box.commands.suspend()
     with node.transaction():
         node.apply(box, lifecycle.Paused(node.clock.time()))
     await node.settle()
     return None
+
+
+def at_rest(node: Node, box: Box) -> Promise:
+    """What a paused one counts for."""
+    vm = box.record.vm if box.record is not None else None
+    return admission.at_rest(box.promise, vm.stored_bytes if vm is not None else 0, node.policy)
 
 
 async def _quiet(box: Box) -> None:
@@ -164,7 +175,7 @@ async def _resume(node: Node, box: Box) -> OpenDSecError | None:
         handle = await node.backends[box.backend].resume(box.record, cut=cut)
     except Exception as error:
         box.turn, blame = None, _blame(node, box, error)
-        node.charge(box, Promise(0, box.promise.disk_bytes))
+        node.charge(box, at_rest(node, box))
         with node.transaction():
             node.apply(box, lifecycle.ResumeFailed(node.clock.time(), blame.message, lost=isinstance(blame, SandboxLost)))
         return blame

@@ -21,9 +21,8 @@ import msgspec
 from opendsec.api.errors import QuotaExceeded, Unavailable
 from opendsec.api.exec import ExecResult, ProcessInfo
 from opendsec.api.sandboxes import CreateResponse, Slot
-from opendsec.edge import lifecycle
+from opendsec.edge import lifecycle, pausing
 from opendsec.edge.actions import COMMANDS
-from opendsec.edge.admission import Promise
 from opendsec.edge.box import Box, Template
 from opendsec.edge.commands import UNKNOWN
 from opendsec.edge.creating import REFUSED
@@ -65,6 +64,8 @@ def _load(node: Node) -> list[SnapshotRow]:
         node.boxes[box.id] = box
         if box.state.held:
             node.uids.reserve(box.uid_base)
+            if box.state.phase == "paused" and not box.state.turning:
+                box.charged = pausing.at_rest(node, box)
             node.promised = node.promised.plus(box.charged)
     snapshots = node.journal.snapshots()
     node.snapshots.load([row for row in snapshots if row.kept and row.record is not None], templates)
@@ -100,7 +101,7 @@ async def _adopt(node: Node, box: Box, rebooted: bool, cut: frozenset[str], turn
     except Exception as error:
         if turning and (isinstance(error, Unavailable) or shortage(error) is not None):  # not now: what is stored stays
             node.log.warning("reconcile.paused", sandbox_id=box.id, reason=f"{type(error).__name__}: {error}")
-            node.charge(box, Promise(0, box.promise.disk_bytes))
+            node.charge(box, pausing.at_rest(node, box))
             node.apply(box, lifecycle.FoundPaused(node.clock.time()))
         else:
             _lose(node, box, error)

@@ -20,7 +20,7 @@ from opendsec.api.images import ImageConfig
 from opendsec.api.sandboxes import CreateResponse
 from opendsec.api.snapshots import ForkRequest, SnapshotInfo, SnapshotList, SnapshotRequest
 from opendsec.api.spec import Limits, Machine
-from opendsec.edge import creating, pausing
+from opendsec.edge import admission, creating, pausing
 from opendsec.edge.actions import Action, request_digest
 from opendsec.edge.box import Box, Template
 from opendsec.edge.tables import SnapshotRow
@@ -38,6 +38,7 @@ class Snapshot:
     def __init__(self, row: SnapshotRow, template: Template) -> None:
         self.row, self.template = row, template
         self.record = None if row.record is None else msgspec.json.decode(row.record, type=SnapshotRecord)
+        self.stored_bytes = 0 if self.record is None else self.record.stored_bytes
 
     def info(self) -> SnapshotInfo:
         row, template, record = self.row, self.template, self.record
@@ -70,6 +71,8 @@ class Snapshots:
     def load(self, rows: list[SnapshotRow], templates: dict[int, Template]) -> None:
         """At start, finished ones."""
         self._known = {row.name: Snapshot(row, templates[row.template]) for row in rows}
+        for one in self._known.values():
+            self._node.store(one.stored_bytes)
 
     def has(self, snapshot_id: str) -> bool:
         return any(one.row.id == snapshot_id for one in self._known.values())
@@ -100,6 +103,8 @@ class Snapshots:
                 name = request.name or snapshot_id
                 if name in self._known:
                     raise Conflict(f"there is a snapshot {name!r} already", field="name")
+                if request.memory:
+                    admission.check_storing(node.promised, box.template.limits.memory_bytes, node.policy)
                 row = _row(snapshot_id, name, box, node.clock.time(), kept=True)
                 with node.journal.transaction():
                     self._drop_rows()
@@ -120,6 +125,7 @@ class Snapshots:
                     del self._known[name]
                     await to_the_end(self._drop(row, record))
                     raise
+                node.store(made.stored_bytes)
                 await node.settle()
                 node.events.emit("sandbox.snapshot", box.id, snapshot=name, memory=record.memory, stored_bytes=record.stored_bytes)
                 return made.info()
@@ -145,6 +151,7 @@ class Snapshots:
         if self._known.get(gone.row.name) is not gone:
             return  # another request was faster, and the name may mean a newer one by now
         del self._known[gone.row.name]
+        self._node.store(-gone.stored_bytes)
         self._forget_row(gone.row)
 
     def _forget_row(self, row: SnapshotRow) -> None:

@@ -57,6 +57,7 @@ class VmRecord(msgspec.Struct, frozen=True, kw_only=True):
     accelerator: str  # "kvm" or "tcg"
     template: str  # key
     options: VmOptions
+    stored_bytes: int = 0  # of a paused one: what its memory takes on the disk
 
 
 class SnapshotRecord(msgspec.Struct, frozen=True, kw_only=True):

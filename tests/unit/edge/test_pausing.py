@@ -7,11 +7,13 @@ import asyncio
 import errno
 from collections.abc import Callable, Coroutine
 
+import msgspec
 import pytest
 
 from opendsec.api.errors import Conflict, InvalidRequest, NotFound, QuotaExceeded, SandboxLost, Unavailable, Unsupported
 from opendsec.api.exec import Command, SessionRequest, SessionRun
 from opendsec.api.sandboxes import SandboxInfo
+from opendsec.api.snapshots import SnapshotRequest
 from opendsec.edge import pausing
 from opendsec.edge.admission import Policy
 from opendsec.edge.commands import Commands
@@ -47,6 +49,30 @@ async def test_a_paused_sandbox_is_promised_no_memory(world: World, node: Node) 
     node.flush()
     kinds = [event.kind for event in world.journal.events(sandbox_id=info.id)]
     assert kinds == ["sandbox.created", "sandbox.paused", "sandbox.resumed"]
+
+
+async def test_what_is_stored_counts_as_disk(world: World, node: Node) -> None:
+    (info,) = await create_machines(node)
+    world.machines.paused_bytes = 7 * MIB
+    await pausing.pause(node, info.id)
+    assert (node.promised.memory_bytes, node.promised.disk_bytes) == (0, 23 * MIB)
+    node = await world.restart()
+    assert (node.promised.memory_bytes, node.promised.disk_bytes) == (0, 23 * MIB)
+    await pausing.resume(node, info.id)
+    assert (node.promised.memory_bytes, node.promised.disk_bytes) == (100 * MIB, 16 * MIB)
+    node.policy = msgspec.structs.replace(node.policy, disk_bytes=115 * MIB)  # its memory may need 100
+    with pytest.raises(QuotaExceeded, match=r"100MiB to store its memory asked for, but of the 115MiB .* 99MiB are left"):
+        await pausing.pause(node, info.id)
+    assert node.box(info.id).info().state == "running" and node.promised.disk_bytes == 16 * MIB
+    with pytest.raises(QuotaExceeded, match="to store its memory"):
+        await node.snapshots.make(info.id, SnapshotRequest(name="a"))
+    (world.machines.handles[info.id].sandbox.root / "file").write_bytes(bytes(5 * MIB))
+    made = await node.snapshots.make(info.id, SnapshotRequest(name="a", memory=False))
+    assert made.stored_bytes > 5 * MIB and node.promised.disk_bytes == 16 * MIB + made.stored_bytes
+    node = await world.restart()
+    assert node.promised.disk_bytes == 16 * MIB + made.stored_bytes
+    await node.snapshots.remove("a")
+    assert node.promised.disk_bytes == 16 * MIB
 
 
 async def test_containers_cannot_be_paused_and_run_on(node: Node) -> None:

@@ -29,4 +29,5 @@ def record_of(box: BoxState, backend: str) -> Record:
 
 def vm_record_of(box: BoxState) -> VmRecord:  # placed in handle
     state: Literal["paused", "running"] = "paused" if box.state == "paused" else "running"
-    return VmRecord(state=state, accelerator=box.accel, template=box.template, options=box.options)
+    stored_bytes = box.stored_bytes if state == "paused" else 0
+    return VmRecord(state=state, accelerator=box.accel, template=box.template, options=box.options, stored_bytes=stored_bytes)

@@ -61,6 +61,7 @@ async def _pause(handle: VmHandle) -> None:
         await vmm.stop()
         await vmm.save_devices(devices)
         await vmm.dump_memory(ram)
+        after = msgspec.structs.replace(after, stored_bytes=await in_thread(_stored, [ram, devices]))
         await in_thread(_settle_box, store, after)
     except BaseException:
         with contextlib.suppress(OSError):  # it may say "paused" already

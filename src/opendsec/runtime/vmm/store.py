@@ -92,6 +92,7 @@ class BoxState(msgspec.Struct, frozen=True, kw_only=True):
     saves: int = 0  # how often its memory was saved; the number in `ram-N`
     disks: tuple[str, ...] = ()
     generation: int = 0
+    stored_bytes: int = 0  # of a paused one: what its memory takes on the disk
     vmm: VmmRecord | None = None
 
 

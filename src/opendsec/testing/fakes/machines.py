@@ -114,12 +114,12 @@ class FakeMachineHandle(FakeHandle):
                 self.sandbox.die(failure.message)
             raise failure
         self._signal(signals.SIGSTOP)
-        return self.turn("paused")
+        return self.turn("paused", self._backend.paused_bytes)
 
-    def turn(self, state: str) -> Record:
+    def turn(self, state: str, stored_bytes: int = 0) -> Record:
         vm = self.sandbox.record.vm
         assert vm is not None
-        self.record = self.sandbox.record = replace(self.sandbox.record, vm=replace(vm, state=state))
+        self.record = self.sandbox.record = replace(self.sandbox.record, vm=replace(vm, state=state, stored_bytes=stored_bytes))
         return self.record
 
     def go_on(self) -> None:
@@ -148,13 +148,15 @@ class FakeMachineHandle(FakeHandle):
 
 
 class FakeMachines(FakeBackend):
-    """Machines on a FakeMachine, which may have other sandboxes too. `before_resume` may raise, for a test's purposes."""
+    """Machines on a FakeMachine, which may have other sandboxes too. `before_resume` may raise, for a test's purposes.
+    `paused_bytes`: what the memory of one that is paused takes."""
 
     def __init__(self, machine: FakeMachine, name: str = "microvm") -> None:
         super().__init__(machine)
         self.name = name
         self.before_resume: Callable[[Record], OpenDSecError | None] = lambda record: None
         self.before_snapshot: Callable[[str], asyncio.Future[None]] | None = None
+        self.paused_bytes = 0
 
     @property
     def stored(self) -> Path:
