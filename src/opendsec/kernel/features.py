@@ -134,6 +134,12 @@ _TABLE: tuple[_Probe, ...] = (
     _Probe("qemu", machines.qemu, "microVMs and full VMs", "both are refused"),
     _Probe("vm_disks", machines.programs_for_disks, "the disks of microVMs and full VMs", "both are refused"),
     _Probe(
+        "process_capture",
+        machines.process_capture,
+        "emulated microVMs that start with code their template has translated",
+        "each translates it anew, which takes a quarter of a second",
+    ),
+    _Probe(
         "kvm",
         machines.accelerated,
         "microVMs and full VMs at the speed of hardware, behind hardware's walls",

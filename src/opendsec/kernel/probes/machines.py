@@ -7,8 +7,8 @@ import re
 import shutil
 import subprocess
 
-from opendsec.kernel import abi, kvm
-from opendsec.kernel.probes.tools import Missing, in_child, need
+from opendsec.kernel import abi, kvm, tracee
+from opendsec.kernel.probes.tools import Missing, in_child, need, waiting_child
 
 QEMU = "/usr/bin/qemu-system-x86_64"
 OLDEST_QEMU = (9, 0)
@@ -57,4 +57,14 @@ def _run_loop() -> None:
 def programs_for_disks(scratch: str) -> str:
     for program in ("qemu-img", "mkfs.ext4"):
         need(shutil.which(program, path="/usr/sbin:/usr/bin:/sbin:/bin"), f"no {program}")
+    return ""
+
+
+def process_capture(scratch: str) -> str:
+    """Whether all that makes up a process can be read from outside."""
+    need(abi.MACHINE == "x86_64", "no frames for this processor")
+    with waiting_child() as (pid, _), tracee.held(pid) as threads:
+        for thread in threads:
+            _ = thread.xstate(), thread.signal_mask(), thread.rseq(), thread.robust_list(), thread.filters()
+            _ = thread.alternate_stack(), thread.tid_address(), thread.sigaction(1)
     return ""

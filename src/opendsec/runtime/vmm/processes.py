@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from opendsec.kernel import abi, procfs
+from opendsec.kernel import features, procfs
 from opendsec.runtime.vmm.arguments import Accel
 from opendsec.runtime.vmm.store import read, write
 
@@ -28,8 +28,8 @@ class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def possible(accel: Accel) -> bool:
-    """Whether processes can be captured: an emulator's, of this architecture. What a processor keeps for KVM cannot be had."""
-    return accel == "tcg" and abi.MACHINE == "x86_64"
+    """Whether processes can be captured: an emulator's, where the kernel shows all of it. What a processor keeps for KVM cannot be had."""
+    return accel == "tcg" and features.probe("process_capture").present
 
 
 def find(template: Path) -> Path | None:
