@@ -26,7 +26,6 @@ MACHINE = ("processes", "mounts", "cgroups", "loop devices", "network namespaces
 # Only a test that already looks leaky waits for that, and no longer than this.
 SETTLE_S = 3.0
 
-PF_KTHREAD = 0x0020_0000  # a flag of /proc/<pid>/stat: include/linux/sched.h
 PROJECT = re.compile(r"dsec-(edge|spawner)|opendsec[./](edge|kernel|images)|^/usr/bin/qemu-system-x86_64 -name")
 
 
@@ -64,15 +63,25 @@ def _read(path: str) -> bytes:
         os.close(fd)
 
 
+def _start_time(pid: str) -> str:
+    return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[19].decode()
+
+
+def _command(pid: str) -> str:
+    return _read(f"/proc/{pid}/cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
+
+
 def _process(pid: str) -> tuple[str, str]:
-    """A name that outlives pid reuse, and what the process is; nothing, of a thread of the kernel. Raises OSError when it has gone."""
-    stat = _read(f"/proc/{pid}/stat")
-    fields = stat[stat.rindex(b")") + 2 :].split()
-    name = f"{pid}@{fields[19].decode()}"
-    if int(fields[6]) & PF_KTHREAD:
-        return name, ""
-    command = _read(f"/proc/{pid}/cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
-    return name, command or _read(f"/proc/{pid}/comm").decode(errors="replace").strip()
+    """A name that outlives pid reuse, and what the process is. Raises OSError when it has gone."""
+    return f"{pid}@{_start_time(pid)}", _command(pid) or _read(f"/proc/{pid}/comm").decode(errors="replace").strip()
+
+
+def _of_the_kernel() -> set[str]:
+    """Its threads: most of what /proc lists."""
+    try:
+        return set(_read("/proc/2/task/2/children").decode().split()) if _read("/proc/2/comm") == b"kthreadd\n" else set()
+    except OSError:
+        return set()
 
 
 def children() -> dict[str, str]:
@@ -95,13 +104,13 @@ def children() -> dict[str, str]:
 def project_processes() -> dict[str, str]:
     """Edges, spawners, machine monitors and the first processes of sandboxes, whoever their parent is by now."""
     found = {}
-    for pid in filter(str.isdigit, os.listdir("/proc")):
+    for pid in set(filter(str.isdigit, os.listdir("/proc"))) - _of_the_kernel():
         try:
-            key, what = _process(pid)
-            if what and (PROJECT.search(what) or os.readlink(f"/proc/{pid}/exe").endswith("/dsec-init")):
+            if PROJECT.search(_command(pid)) or os.readlink(f"/proc/{pid}/exe").endswith("/dsec-init"):
+                key, what = _process(pid)
                 found[key] = what
         except OSError:
-            continue  # gone
+            continue  # gone, or a thread of the kernel
     return found
 
 
