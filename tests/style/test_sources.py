@@ -25,7 +25,7 @@ THIRD_PARTY = {
     "policy": set(),
     "api": {"msgspec"},
     "images": {"msgspec", "obstore", "zstandard"},
-    "runtime": {"msgspec", "qemu", "zstandard"},
+    "runtime": {"msgspec", "pycdlib", "qemu", "zstandard"},
     "observe": {"msgspec", "structlog"},
     "edge": {"msgspec", "uvicorn", "uvloop", "httptools", "structlog"},
     "client": {"msgspec", "httpx", "typer", "click", "rich"},
