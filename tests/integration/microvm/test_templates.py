@@ -89,7 +89,7 @@ async def test_what_does_not_boot_is_tried_once_more_and_then_told(
     (tmp_path / "qemu").symlink_to(kept() / "qemu")
     backend = backend_of(vms)
     backend.templates._parts = backend.parts = Parts(backend.store, guestd=guestd, shared=tmp_path)
-    monkeypatch.setattr(backend.templates, "boot_timeout_s", 6.0 if program is HANGS else 60.0)
+    monkeypatch.setattr(backend.templates, "boot_timeout_s", 4.0 if program is HANGS else 60.0)
     with pytest.raises(Unavailable, match=reason) as caught:
         await backend.create(vms.placement())
     assert "its console" in caught.value.message
