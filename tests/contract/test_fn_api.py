@@ -11,12 +11,12 @@ import pytest
 
 from opendsec.testing.contracts import fn_api
 from opendsec.testing.contracts.fn_api import COMPILED, COMPILED_TOML, FnEdge
-from tests.contract.conftest import KINDS, image_of, local_edge
+from tests.contract.conftest import image_of, local_edge
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=("fake", "container"))
 async def edge(request: pytest.FixtureRequest) -> AsyncGenerator[FnEdge, None]:
     image = image_of(request.param)
     with tempfile.TemporaryDirectory() as folder:
