@@ -141,11 +141,11 @@ class MachineNode(Generic[B]):
 
 
 class VmNode(MachineNode[MicroVMBackend]):
-    """For microVMs. `waiting`: how many wait for each template."""
+    """For microVMs. `waiting`: how many wait for each template; `merge`: whether equal pages may be merged."""
 
-    def __init__(self, directory: Path, *, waiting: int = 0, edge_id: str = "") -> None:
+    def __init__(self, directory: Path, *, waiting: int = 0, edge_id: str = "", merge: bool = False) -> None:
         super().__init__(directory, edge_id=edge_id)
-        self.waiting = waiting
+        self.waiting, self.merge = waiting, merge
 
     def backend(self) -> MicroVMBackend:
         return MicroVMBackend(
@@ -155,6 +155,7 @@ class VmNode(MachineNode[MicroVMBackend]):
             containers=self.containers,
             shared=kept(),
             waiting=self.waiting,
+            merge=self.merge,
         )
 
     def borrow(self) -> None:

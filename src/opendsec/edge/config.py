@@ -58,6 +58,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     fn_cache: int
     vm_parts: Path | None
     vm_waiting: int
+    vm_ksm: str
     log_level: str
     log_file: Path | None
     ready_fd: int | None
@@ -194,6 +195,9 @@ FIELDS: dict[str, _Field] = {
         _path, None, "directory with guest kernels and the files QEMU needs, which edges may share; default: vm in the state directory"
     ),
     "vm_waiting": _Field(_integer(0, 32), 1, "microVMs that wait, for each template in use, to become sandboxes"),
+    "vm_ksm": _Field(
+        _choice("off", "on"), "off", "on: the kernel may merge equal pages of VMs, if its KSM runs; only where all of them are one tenant's"
+    ),
     "log_level": _Field(_choice(*LEVELS), "info", "debug, info, warning, error"),
     "log_file": _Field(_path, None, "append the log there instead of stderr"),
     "ready_fd": _Field(_integer(3, 1 << 20), None, "descriptor to which one line is written when the edge answers"),

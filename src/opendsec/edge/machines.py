@@ -45,6 +45,7 @@ class Machines:
             missing=missing_for_machines(found),
             shared=settings.vm_parts,
             waiting=settings.vm_waiting,
+            merge=settings.vm_ksm == "on",
         )
         full = VMBackend(
             edge_id=edge_id,
@@ -54,6 +55,7 @@ class Machines:
             missing=missing_for_machines(found),
             shared=parts_of(settings),
             operator=load_operator(settings.state_dir / operator.FILE),
+            merge=settings.vm_ksm == "on",
         )
         self.backends: dict[str, VmBackend] = {NAME: self.microvms, VM_NAME: full}
 

@@ -178,6 +178,18 @@ def pss_bytes(pid: Pid) -> int:
             return int(line.split()[1]) * 1024
     return 0
 
+def mapping_flags(pid: Pid) -> list[tuple[bytes, list[str]]]:
+    """The path of each mapping and its flags, as smaps has them: two letters each, such as "mg" for what KSM may merge."""
+    found, path = [], b""
+    for line in read(path_of(pid, "smaps")).splitlines():
+        words = line.split(None, 5)
+        if words[0] == b"VmFlags:":
+            found.append((path, line.decode().split()[1:]))
+        elif not words[0].endswith(b":"):
+            path = words[5] if len(words) > 5 else b""
+    return found
+
+
 
 def fds(pid: Pid = "self") -> dict[int, bytes]:
     """Open descriptors and what each names. For "self" the descriptor of the listing itself is left out."""

@@ -36,7 +36,7 @@ def test_a_microvm() -> None:
     shown = arguments.shown(words)
     assert words == arguments.arguments(MICRO, "tcg")
     for line in (
-        "-machine microvm,memory-backend=ram,suppress-vmdesc=on,rtc=on,isa-serial=on,pit=off,pic=off",
+        "-machine microvm,memory-backend=ram,suppress-vmdesc=on,mem-merge=off,rtc=on,isa-serial=on,pit=off,pic=off",
         "-accel tcg,thread=multi,tb-size=96",
         "-cpu max",
         "-smp 2",
@@ -116,7 +116,7 @@ def test_a_full_machine() -> None:
     assert arguments.Inside("/host/secrets", "source") in arguments.inside(machine)
     shown = arguments.shown(arguments.arguments(machine, "kvm"))
     for line in (
-        "-machine q35,memory-backend=ram,suppress-vmdesc=on,vmport=off,usb=off,smm=on,pflash0=code,pflash1=variables",
+        "-machine q35,memory-backend=ram,suppress-vmdesc=on,mem-merge=off,vmport=off,usb=off,smm=on,pflash0=code,pflash1=variables",
         "-accel kvm,device=/dev/fdset/999",
         "-cpu host",
         "-action panic=none,reboot=reset",

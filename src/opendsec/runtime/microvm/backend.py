@@ -87,11 +87,14 @@ class MicroVMBackend(VmBackend):
         guestd: Path = GUESTD,
         shared: Path | None = None,
         waiting: int = WAITING,
+        merge: bool = False,
     ) -> None:
-        """`waiting`: machines that wait for each template in use; 0: none do. `shared`: another place for kernels and QEMU's files."""
+        """`waiting`: machines that wait for each template in use; 0: none do. `shared`: another place for kernels and QEMU's files.
+        `merge`: see `Machine.merge`."""
         super().__init__(edge_id=edge_id, root=root, run_dir=run_dir, containers=containers, accel=accel, missing=missing)
         self.parts = Parts(self.store, guestd=guestd, shared=shared)
         self.templates = Templates(self.store, self.parts, spawner=containers.spawner, place=self.template_place, poller=self.poller)
+        self.templates.merge = merge
         self.pool = Pool(waiting, make=self._make_waiting, discard=self._discard, room=has_room)
         # More at once would only make each wait for the others, until one is taken for dead.
         self._starts = asyncio.Semaphore(max(2, 2 * (os.cpu_count() or 1)))

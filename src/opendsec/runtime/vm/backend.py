@@ -52,6 +52,7 @@ class VMBackend(MicroVMBackend):
         missing: Sequence[str] = (),
         shared: Path | None = None,
         operator: Operator | None = None,
+        merge: bool = False,
     ) -> None:
         """`root`: not that of the microVMs."""
         super().__init__(
@@ -59,6 +60,7 @@ class VMBackend(MicroVMBackend):
         )
         self.images = Disks(root / "images")
         self.templates = DiskTemplates(self.store, self.parts, spawner=containers.spawner, place=self.template_place, poller=self.poller)
+        self.templates.merge = merge
         self.operator = operator or Operator()
         self.templates.images, self.templates.operator = self.images, self.operator
 

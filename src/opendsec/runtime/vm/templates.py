@@ -30,7 +30,7 @@ from opendsec.runtime.vmm.machine import Disk, Display, Firmware, Image, Machine
 from opendsec.runtime.vmm.store import Layer, Template
 from opendsec.runtime.vmm.templates import WARM_FACTS, Templates, Wanted, begin
 
-FORMAT = 1  # raise it when something else about a booted machine changes
+FORMAT = 2  # raise it when something else about a booted machine changes
 VARIABLES, ANSWERS, CONFIG = "variables", "answers", "config"
 APPLE = ("-smbios", "type=2")  # the table of a base board, which macOS looks for
 BOOT_TIMEOUT_S = 300.0
@@ -109,6 +109,7 @@ class DiskTemplates(Templates):
             config=str(self._store.template(template.key) / CONFIG) if profile.apple else "",
             extra=APPLE if profile.apple else (),
             incoming=incoming,
+            merge=self.merge,
         )
         return replace(machine, disks=(*machine.disks, *self._discs(template)))
 

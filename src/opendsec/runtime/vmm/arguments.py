@@ -138,7 +138,7 @@ def arguments(machine: Machine, accel: Accel, *, confined: bool = True) -> list[
 
 
 def _board(machine: Machine) -> str:
-    parts: list[str] = [machine.kind, "memory-backend=ram", "suppress-vmdesc=on"]
+    parts: list[str] = [machine.kind, "memory-backend=ram", "suppress-vmdesc=on", f"mem-merge={'on' if machine.merge else 'off'}"]
     if machine.kind == "microvm":
         # No timer and interrupt controller of old: no firmware sets them up, and a kernel that trusts ACPI does not either. What the timer
         # had sent by the time that interrupts were first allowed came as number 0, a "divide error": of ten boots here, four to eight died.

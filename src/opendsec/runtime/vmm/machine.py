@@ -100,6 +100,8 @@ class Machine:
     display: Display | None = None
     balloon: bool = True
     rng: bool = True
+    merge: bool = False
+    """Whether the host may keep pages of its memory only once that are equal to others' (KSM): who shares them can find that out."""
     tpm: bool = False
     incoming: bool = False
     """Start empty and wait for a device state (`Vmm.load`)."""

@@ -121,6 +121,7 @@ class Templates:
     """Those of one store. `place`: a place to run in for a machine of a given name."""
 
     boot_timeout_s = BOOT_TIMEOUT_S
+    merge = False  # see `Machine.merge`
 
     def __init__(
         self,
@@ -143,7 +144,7 @@ class Templates:
         """Blocks when called for the first time."""
         boot, programs = self._parts.boot_image(), self._parts.programs()
         held = (*layer_disks(wanted.layers), scratch_disk(Path("own"), [Path(one) for one in wanted.disks], Path("empty")))
-        machine = Machine("microvm", wanted.cpus, wanted.memory_bytes, ram=Ram("ram"), disks=held, incoming=True)
+        machine = Machine("microvm", wanted.cpus, wanted.memory_bytes, ram=Ram("ram"), disks=held, incoming=True, merge=self.merge)
         facts = {
             "format": FORMAT,
             "machine": arguments(machine, wanted.accel),  # no file of the host is named there; another board cannot load its devices
@@ -174,6 +175,7 @@ class Templates:
             ram=Ram(str(ram), shared=False),
             disks=(*layer_disks(layers), scratch_disk(own, chain, self._store.root / "scratch" / template.scratch, template.scratch_bytes)),
             incoming=True,
+            merge=self.merge,
         )
 
     def made_for(self, template: Template) -> dict[str, str]:
