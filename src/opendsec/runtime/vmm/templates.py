@@ -49,21 +49,16 @@ WARM_TIMEOUT_S = 30.0
 TRIES = 2
 # What nearly every sandbox does first is done once before it is saved: then programs and libraries are in memory, and the kernel has
 # gone these ways before.
-WARM_UP = (
-    ("/bin/sh", "-c", "ls / >/dev/null; (:)"),
-    ("true",),
-    ("bash", "-c", "echo warm | cat"),
-    ("python3", "-c", "print()"),
-    ("/bin/sh", "-c", "echo warm"),
-)
-"""What of it an image has not fails, and that is all."""
+WARM_UP = (("/bin/sh", "-c", "ls / >/dev/null; (:)"), ("/bin/sh", "-c", "echo warm"))
+# And what many do, where that is translated for all of them. What of it an image has not fails, and that is all.
+CAPTURED = (("true",), ("bash", "-c", "echo warm | cat"), ("python3", "-c", "print()"), *WARM_UP)
 # A second after it has booted the kernel has measured its clock and begins to use it; a clone need not do that again.
 CLOCK = "/sys/devices/system/clocksource/clocksource0/current_clocksource"
 SETTLED = ("/bin/sh", "-c", f'for i in 1 2 3 4 5 6 7 8; do read now <{CLOCK}; case "$now" in tsc|kvm-clock) exit;; esac; sleep 1; done')
 # What was used in the last tenth of a second is not given up: a guest whose memory is full has a process killed instead of reading
 # programs from its disk again and again. (With a whole second programs were killed while half of the memory was free.)
 NO_THRASHING = ("/bin/sh", "-c", "cd /sys/kernel/mm/lru_gen && echo y >enabled && echo 100 >min_ttl_ms")
-WARM_FACTS = (NO_THRASHING, SETTLED, WARM_UP)  # for the keys of templates
+WARM_FACTS = (NO_THRASHING, SETTLED, WARM_UP, CAPTURED)  # for the keys of templates
 WARM_ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 
 
@@ -274,7 +269,7 @@ class Templates:
             vmm = await Vmm.start(await self._spawner(), machine, self._place(machine, float(os.cpu_count() or 1)), accel=template.accel)
             try:
                 await vmm.load(making / "devices")
-                await self._talk(vmm, warm_up)
+                await self._talk(vmm, lambda channel: warm_up(channel, CAPTURED))
                 await vmm.stop()
                 await vmm.capture(machine, folder)
             finally:
@@ -357,11 +352,11 @@ class Templates:
         await asyncio.gather(*building, return_exceptions=True)
 
 
-async def warm_up(channel: Channel) -> None:
-    """Run what nearly every sandbox runs first."""
+async def warm_up(channel: Channel, commands: Sequence[tuple[str, ...]] = WARM_UP) -> None:
+    """Be somebody, and run what sandboxes run first."""
     await channel.identity(hostname="template", machine_id="0" * 31 + "1", boot_id="00000000-0000-4000-8000-000000000001")
     await channel.limits(processes=WARM_LIMITS.pids)
-    for argv in WARM_UP:
+    for argv in commands:
         await _run(channel, argv)
 
 
