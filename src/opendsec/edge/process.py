@@ -266,6 +266,7 @@ class Process:
         if self.stdin is not None:
             self.stdin.close("the command has ended")
         self.exit, self.lost = exit, lost
+        self.note = "; ".join(filter(None, (self.note, exit.reason)))
         self.verdict = judge(
             Observed(
                 exit=exit,

@@ -127,6 +127,7 @@ class Exit(msgspec.Struct, frozen=True, kw_only=True):
     max_rss_bytes: int = 0
     not_started: str = ""
     lost: bool = False
+    reason: str = ""  # of its end, for people, where that was neither its own nor a signal of somebody's
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):

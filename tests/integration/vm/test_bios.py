@@ -5,6 +5,7 @@ that agent, once it is started in there, is spoken to as it would be on Windows.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import tempfile
 from dataclasses import replace
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from opendsec.api.errors import Unavailable
 from opendsec.images.store import ImageStore
 from opendsec.runtime.backend import Exit, VmOptions
 from opendsec.runtime.vm.agent import AgentChannel
@@ -51,6 +53,7 @@ async def test_a_disk_starts_by_bios_and_an_agent_answers() -> None:
                     said, ended = await output(handle, *words, env=ENV, cwd="/")
                     assert (said, ended.code) == (b"none\n/dev/vda2\n", 0)
                     await use_agent(setup, handle)
+                    await reboot(handle)
             finally:
                 await setup.backend.close()
 
@@ -72,6 +75,23 @@ async def use_agent(setup: Setup, handle: VmHandle) -> None:
             assert await said_by(channel, "/bin/cat", "/root/big") == (Exit(code=0), BIG)
     finally:
         channel.close()
+
+
+async def reboot(handle: VmHandle) -> None:
+    """What runs is ended by it, and says so; what is asked meanwhile waits; it is who it was."""
+    words = ("/bin/sh", "-c", "cat /root/kept /dev/shm/gone 2>/dev/null; hostname; cat /proc/sys/kernel/random/boot_id /etc/machine-id")
+    await output(handle, "/bin/sh", "-c", "echo kept >/root/kept; echo gone >/dev/shm/gone; sync", env=ENV, cwd="/")
+    before = (await output(handle, *words, env=ENV, cwd="/"))[0].split()
+    sleeping = await handle.exec(plan("sleep", "1000", env=ENV, cwd="/"), stdin=None, stdout=None, stderr=None)
+    with contextlib.suppress(Unavailable):  # it may be too quick to say that it has started
+        await handle.exec(plan("reboot", "-ff", env=ENV, cwd="/"), stdin=None, stdout=None, stderr=None)
+    assert await sleeping.exited == Exit(signal=9, reason="the machine was rebooted inside")
+    with pytest.raises(Unavailable, match="booting"):
+        await handle.pause()
+    after = (await output(handle, *words, env=ENV, cwd="/"))[0].split()
+    assert before[:3] == [b"kept", b"gone", handle.sandbox_id.replace("_", "-").encode()]
+    assert after[:2] == [before[0], before[2]] and after[2] != before[3] and after[3] == before[4]
+    assert handle.alive()
 
 
 BIG = os.urandom(300_000)

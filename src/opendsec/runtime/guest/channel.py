@@ -29,7 +29,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from opendsec.api.errors import OpenDSecError, SandboxLost, Unavailable
@@ -56,6 +56,7 @@ RECEIVE_BYTES = 256 << 10
 HIGH_BYTES, LOW_BYTES = 1 << 20, 256 << 10  # waiting to be sent, before descriptors are read on
 NEEDLE_AT = 10  # in a header: what comes after its type, which may be that of an error
 MAX_OUT_BYTES = 256 << 20  # waiting to be sent: what keeps descriptors from being read does not keep credit from being given
+FIRST_KINDS = frozenset((wire.HELLO, wire.IDENTITY, wire.LIMITS))  # what a guest that has begun anew is asked before all others
 FRAMES_A_TURN = 256  # so that a guest that sends a byte a frame does not hold up the others
 GATHERED = 64  # pieces sent by one system call
 CROSSING_EVENTS = 16  # that a guest may have sent about a command before it heard of its end
@@ -111,6 +112,8 @@ class Channel:
         self._out: deque[bytes | memoryview] = deque()
         self._out_bytes = 0
         self._parked: deque[bytes] | None = None  # what waits for the end of a standstill
+        self._first: frozenset[int] = frozenset()  # kinds that do not wait for it
+        self._begins_anew = False
         self._pending: dict[int, _Pending] = {}
         self._owners: dict[int, Owner] = {}
         self._waiting: set[Callable[[], None]] = set()  # for room
@@ -132,22 +135,31 @@ class Channel:
         """Say HELLO over a connected socket, which is the channel's from now on, also if this raises. Raises SandboxLost, Unavailable."""
         channel = cls(sock, poller)
         try:
-            nonce, number = secrets.token_bytes(wire.NONCE_BYTES), channel._number()
-            channel._needle = wire.header(wire.HELLO, number, 0)[NEEDLE_AT:]
-            payload = wire.u32(wire.VERSION) + wire.u32(0) + nonce
-            answer = await channel.ask(wire.HELLO, payload, number=number, timeout_s=timeout_s)
-            try:
-                channel.welcome = wire.only(answer, wire.welcome)
-            except WireError as error:
-                raise SandboxLost(f"the guest broke the protocol: {error}") from error
-            if channel.welcome.version != wire.VERSION or channel.welcome.nonce != nonce:
-                raise SandboxLost("the guest did not answer as this host's guest would")
+            await channel._greet(timeout_s)
         except BaseException as error:
             channel.close()
             if isinstance(error, Refused):
                 raise SandboxLost(f"the guest refused the host: {error.strerror}") from error
             raise
         return channel
+
+    @property
+    def greeting(self) -> bool:
+        """Whether the guest has not answered yet since it began, or began anew."""
+        return bool(self._needle) or (self._begins_anew and self._sock is None)
+
+    async def _greet(self, timeout_s: float) -> None:
+        """Raises SandboxLost, Unavailable, Refused."""
+        nonce, number = secrets.token_bytes(wire.NONCE_BYTES), self._number()
+        self._needle = wire.header(wire.HELLO, number, 0)[NEEDLE_AT:]
+        payload = wire.u32(wire.VERSION) + wire.u32(0) + nonce
+        answer = await self.ask(wire.HELLO, payload, number=number, timeout_s=timeout_s)
+        try:
+            self.welcome = wire.only(answer, wire.welcome)
+        except WireError as error:
+            raise SandboxLost(f"the guest broke the protocol: {error}") from error
+        if self.welcome.version != wire.VERSION or self.welcome.nonce != nonce:
+            raise SandboxLost("the guest did not answer as this host's guest would")
 
     def _attach(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -200,6 +212,8 @@ class Channel:
     async def park(self) -> None:
         """Bring the channel to a stop: when this returns no byte is under way, and none is sent before `unpark` or `resume`; what is
         asked meanwhile waits. Raises SandboxLost, Unavailable (then it goes on)."""
+        if self._begins_anew:
+            raise Unavailable("the guest is booting")
         if self._parked is not None:
             return
         answer: asyncio.Future[None] = self._loop.create_future()
@@ -228,6 +242,8 @@ class Channel:
 
     def unpark(self) -> None:
         """Go on over the same connection."""
+        if self._begins_anew:
+            return
         held, self._parked = self._parked, None
         if held is None or self.lost:
             return
@@ -249,6 +265,38 @@ class Channel:
         self._unattach()
         self._begin = self._end = 0
         self._attach(sock)
+        self.unpark()
+
+    def restart(self, reason: str) -> None:
+        """The guest has been reset. Whatever was under way in it is over (Unavailable); what is asked from now on waits for `reopen`."""
+        if self.lost:
+            return
+        self._unattach()
+        self._begins_anew, self._first = True, frozenset()
+        self._out.clear()
+        self._out_bytes = self._begin = self._end = self._allowance = 0
+        self._waiting.clear()
+        self._parked = deque()  # what it held was of requests that are over
+        pending, self._pending = self._pending, {}
+        owners, self._owners = self._owners, {}
+        error = Unavailable(reason)
+        for one in pending.values():
+            if one.done is not None:
+                one.done(error)
+        for owner in owners.values():
+            owner.lost(error)
+
+    async def reopen(self, sock: socket.socket, renew: Callable[[], Awaitable[None]], *, timeout_s: float) -> None:
+        """After `restart`: greet the guest once it is there, over a new connection, `renew` it (by requests of FIRST_KINDS), and go on.
+        Raises SandboxLost, Unavailable, Refused."""
+        if self.lost:
+            sock.close()
+            raise SandboxLost("the sandbox has ended")
+        self._attach(sock)
+        self._first = FIRST_KINDS
+        await self._greet(timeout_s)
+        await renew()
+        self._begins_anew, self._first = False, frozenset()
         self.unpark()
 
     # --- asking ------------------------------------------------------------------------------------------------------
@@ -290,7 +338,12 @@ class Channel:
         if self._look_timer is None:
             self._heard_at = self._loop.time()
             self._look_timer = self._loop.call_later(QUIET_S, self._look)
-        self.send(data)
+        if self._first and kind in self._first:
+            held, self._parked = self._parked, None
+            self.send(data)
+            self._parked = held
+        else:
+            self.send(data)
         return number
 
     def post(self, kind: int, payload: bytes) -> None:

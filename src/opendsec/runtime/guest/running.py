@@ -143,7 +143,9 @@ class GuestRunning:
         self._close_all()
         if not self.exited.done():
             # As a container's commands end when its first process does. Whoever holds the sandbox says that it is lost.
-            self.exited.set_result(_exit(self._exit) if self._exit is not None else Exit(signal=9))
+            # It may also be that the guest began anew.
+            reason = error.message if isinstance(error, Unavailable) else ""
+            self.exited.set_result(_exit(self._exit) if self._exit is not None else Exit(signal=9, reason=reason))
 
     # --- streams -----------------------------------------------------------------------------------------------------
 

@@ -173,6 +173,7 @@ class MicroVMBackend(VmBackend):
             limits=placement.limits,
             layers=self.wanted(placement.layers, placement).layers,
             options=placement.vm or VmOptions(),
+            hostname=placement.hostname,
             memory=memory,
             disks=chain,
         )

@@ -135,6 +135,9 @@ class VMBackend(MicroVMBackend):
     async def dial(self, vmm: Vmm, profile: str) -> socket.socket:
         return await (vmm.agent() if PROFILES[profile or DEFAULT].agent == "qga" else vmm.channel())
 
+    def reboots(self, box: BoxState) -> bool:
+        return PROFILES[box.options.profile or DEFAULT].agent == "guestd"
+
     async def open_channel(self, sock: socket.socket, profile: str) -> Channel:
         agent = PROFILES[profile or DEFAULT].agent
         if agent != "guestd":

@@ -32,8 +32,8 @@ class Profile:
 PROFILES = {
     one.name: one
     for one in (
-        Profile(name="linux-uefi", about="Linux with guestd, by UEFI", min_memory_bytes=256 * MIB),
-        Profile(name="linux-bios", about="Linux with guestd, by BIOS", firmware="bios"),
+        Profile(name="linux-uefi", about="Linux with guestd, by UEFI", reboots=True, min_memory_bytes=256 * MIB),
+        Profile(name="linux-bios", about="Linux with guestd, by BIOS", firmware="bios", reboots=True),
         Profile(name="other-uefi", about="any system without guestd, by UEFI", agent="none", bus="sata", vga=True, reboots=True),
         Profile(
             name="other-bios", about="any system without guestd, by BIOS", agent="none", firmware="bios", bus="sata", vga=True, reboots=True

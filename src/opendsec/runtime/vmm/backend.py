@@ -118,6 +118,10 @@ class VmBackend:
         """A channel to a guest over a connection to its port, which is the channel's from now on. `profile`: of a full VM."""
         return await Channel.open(sock, poller=self.poller())
 
+    def reboots(self, box: BoxState) -> bool:
+        """Whether its guest's agent is there again after a reset of the machine."""
+        return False
+
     def _top(self) -> cgroups.Group:
         return self.containers.hierarchies.group(f"{edge_group(self.edge_id)}-{self.name}")
 

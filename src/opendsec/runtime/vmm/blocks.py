@@ -20,13 +20,16 @@ from opendsec.kernel import process_memory
 from opendsec.runtime.vmm.memory import write_at
 
 MAIN = "ram"
+BIOS = "pc.bios"  # QEMU fills it when a machine begins, but not where one is loaded; a guest that resets that needs it
 MAX_BLOCKS, MAX_BYTES = 16, 64 << 20
 PIECE = 1 << 16  # of zeros nothing is written, in pieces of this size
 MAX_HEAD_BYTES = 1 << 20
 _TRAILER = struct.Struct("<8sQQ")
 _MAGIC = b"DSECBLK\n"
 _LINE = re.compile(
-    r"^\s*(?P<name>\S+)\s+\d+ [KMG]iB\s+0x[0-9a-f]+\s+0x(?P<used>[0-9a-f]+)\s+0x[0-9a-f]+\s+0x(?P<at>[0-9a-f]+)\s+rw\s*$", re.MULTILINE
+    r"^\s*(?P<name>\S+)\s+\d+ [KMG]iB\s+0x[0-9a-f]+\s+0x(?P<used>[0-9a-f]+)\s+0x[0-9a-f]+\s+0x(?P<at>[0-9a-f]+)"
+    r"\s+(?P<mode>rw|ro)\s*$",
+    re.MULTILINE,
 )
 
 
@@ -45,9 +48,12 @@ class Saved(msgspec.Struct, frozen=True):
 
 
 def parse(told: str) -> list[Block]:
-    """Of the monitor's `info ramblock`: what the machine can write to and is not the guest's main memory. Raises Internal."""
-    found = [Block(line["name"], int(line["at"], 16), int(line["used"], 16)) for line in _LINE.finditer(told)]
-    found = [block for block in found if block.name != MAIN]
+    """Of the monitor's `info ramblock`: what the machine can write to and is not the guest's main memory, and its BIOS. Raises Internal."""
+    found = [
+        Block(line["name"], int(line["at"], 16), int(line["used"], 16))
+        for line in _LINE.finditer(told)
+        if (line["mode"] == "rw" and line["name"] != MAIN) or line["name"] == BIOS
+    ]
     if len(found) > MAX_BLOCKS or any(not 0 < block.size <= MAX_BYTES or block.size % process_memory.PAGE for block in found):
         raise Internal("QEMU has more memory of its own than a machine of ours can have")
     return found
@@ -89,6 +95,8 @@ def restore(pid: int, blocks: list[Block], path: Path) -> None:
             saved = msgspec.json.decode(os.pread(fd, length, state), type=list[Saved])
         except msgspec.DecodeError as error:
             raise Internal("the memory of devices is damaged") from error
+        names = {one.name for one in saved}
+        blocks = [block for block in blocks if block.name != BIOS or BIOS in names]  # earlier versions did not save it
         if [(one.name, one.size) for one in saved] != [(block.name, block.size) for block in blocks]:
             raise Internal("the device state is one of another machine")
         if any(not 0 < count <= PIECE or not 0 <= offset <= one.size - count for one in saved for offset, count in one.ranges):

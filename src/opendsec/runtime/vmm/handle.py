@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from opendsec.api.errors import SandboxLost, Unavailable, Unsupported
+from opendsec.api.errors import OpenDSecError, SandboxLost, Unavailable, Unsupported
 from opendsec.api.ids import SESSION
 from opendsec.api.sandboxes import Usage
 from opendsec.kernel import procfs
@@ -36,6 +36,8 @@ from opendsec.runtime.vmm.store import BoxState
 if TYPE_CHECKING:
     from opendsec.runtime.vmm.backend import VmBackend
 
+REBOOT_S = 300.0  # ten times what an emulated boot of a whole system takes
+
 
 class VmHandle:
     """See `runtime.backend.Handle`. `box` is what its `box.json` says."""
@@ -49,6 +51,7 @@ class VmHandle:
         self._vmm: Vmm | None = None
         self._destroying: asyncio.Future[None] | None = None
         self._losing: asyncio.Future[None] | None = None
+        self._rebooting: asyncio.Task[None] | None = None
         size = (box.options.width, box.options.height)
         self._screen = VmScreen(lambda: self.vmm, size) if all(size) else None
         self.hold(vmm)
@@ -61,6 +64,8 @@ class VmHandle:
         """This is its QEMU from now on."""
         self._vmm = vmm
         self.channel.served = vmm.served
+        if self.backend.reboots(self.box):
+            vmm.listeners.append(lambda name, data: self._on_event(vmm, name, data))
         vmm.died.add_done_callback(lambda told: self._on_death(vmm, told.result()))
 
     def let_go_of_vmm(self) -> None:
@@ -74,9 +79,15 @@ class VmHandle:
     async def let_go(self) -> None:
         """For an edge that ends before its VMs do."""
         vmm, self._vmm = self._vmm, None
+        await self._end_reboot()
         self.channel.close()
         if vmm is not None:
             await vmm.let_go()
+
+    async def _end_reboot(self) -> None:
+        if self._rebooting is not None:
+            self._rebooting.cancel()
+            await asyncio.gather(self._rebooting, return_exceptions=True)
 
     @property
     def sandbox_id(self) -> str:
@@ -107,6 +118,29 @@ class VmHandle:
         if not vmm.died.done():
             self._lost(reason)
             await vmm.kill()
+
+    def _on_event(self, vmm: Vmm, name: str, data: Mapping[str, object]) -> None:
+        """A guest that resets its machine takes with it what ran there; the sandbox goes on with the next boot, as who it was."""
+        if name != "RESET" or not data.get("guest") or vmm is not self._vmm or self.channel.lost:
+            return
+        if self._rebooting is not None and not self._rebooting.done():
+            if self.channel.greeting:
+                return  # firmware resets the machine as well; what is said to the guest waits for it
+            self._rebooting.cancel()
+        self.channel.restart("the machine was rebooted inside")
+        self._rebooting = asyncio.create_task(self._come_back(vmm))
+
+    async def _come_back(self, vmm: Vmm) -> None:
+        async def renew() -> None:
+            await self.channel.identity(hostname=self.box.hostname)
+            await self.channel.limits(processes=self.box.limits.pids)
+
+        try:
+            await self.channel.reopen(await vmm.channel(), renew, timeout_s=REBOOT_S)
+        except (OpenDSecError, OSError) as error:
+            if vmm is self._vmm and not vmm.died.done():
+                self._lost(f"it was rebooted inside, and did not come back: {error}")
+                await vmm.kill()
 
     def _lost(self, reason: str) -> None:
         if not self.died.done():
@@ -205,6 +239,7 @@ class VmHandle:
 
     async def _destroy(self) -> None:
         vmm, self._vmm = self._vmm, None
+        await self._end_reboot()
         self.channel.close()
         try:
             if vmm is not None:

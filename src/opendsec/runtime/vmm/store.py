@@ -87,6 +87,7 @@ class BoxState(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits
     layers: tuple[Layer, ...]
     options: VmOptions
+    hostname: str = ""
     mac: str = ""
     memory: str = ""
     saves: int = 0  # how often its memory was saved; the number in `ram-N`
