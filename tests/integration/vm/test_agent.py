@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import socket
 import tempfile
@@ -188,6 +189,27 @@ async def test_another_connection_goes_on(channel: AgentChannel, folder: Path) -
     assert (await asked)[1] == b"two\n"
     running.kill_tree()
     assert await running.exited == Exit(signal=9)
+
+
+async def test_nonsense_loses_the_sandbox() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        channel = AgentChannel(ours, None)
+        try:
+            asking = asyncio.ensure_future(channel.system())
+            loop = asyncio.get_running_loop()
+            theirs.setblocking(False)
+            asked = await loop.sock_recv(theirs, 4096)
+            number = json.loads(asked[1:])["arguments"]["id"]
+            theirs.send(b'\xff{"return": %d}\n' % number)
+            assert b"guest-get-osinfo" in await loop.sock_recv(theirs, 4096)
+            theirs.send(b'{"return": 7}\n')
+            with pytest.raises(SandboxLost):
+                await asking
+            assert "no agent" in await asyncio.wait_for(asyncio.shield(channel.broken), WAIT_S)
+            assert channel.lost
+        finally:
+            channel.close()
 
 
 async def test_an_agent_that_has_gone_is_unavailable() -> None:

@@ -15,9 +15,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from opendsec.api.errors import Unavailable, Unsupported
+from opendsec.api.errors import Internal, Unavailable, Unsupported
+from opendsec.api.ids import SNAPSHOT, new_id
 from opendsec.kernel import procfs
-from opendsec.runtime.backend import VmOptions
+from opendsec.runtime.backend import SnapshotRecord, VmOptions
 from opendsec.runtime.vm.answers import Answers
 from opendsec.runtime.vm.backend import VMBackend
 from opendsec.runtime.vm.operator import MacOS, Operator, Windows
@@ -108,6 +109,7 @@ async def test_windows_machine_has_secure_boot_and_a_tpm(setup: Setup, log: Path
         with pytest.raises(Unavailable, match="agent"):  # none is there: the sandbox lives
             await handle.exec(plan("cmd.exe", env={}, cwd="/"), stdin=None, stdout=None, stderr=None)
 
+        snapshot = await handle.snapshot(new_id(SNAPSHOT), memory=True)
         record = await handle.pause()
         assert not group.exists()
         log.write_text("")
@@ -118,9 +120,26 @@ async def test_windows_machine_has_secure_boot_and_a_tpm(setup: Setup, log: Path
             while log.read_text().count(EXTEND) < 5:
                 handle.vmm.said.clear()
                 await handle.vmm.said.wait()
-        assert handle.alive()
+        await a_copy_has_a_tpm_of_its_own(setup, snapshot, handle)
+        group_of(handle.vmm.record.place).child("tpm").kill()
+        with pytest.raises(Internal, match="device state"):
+            await handle.pause()
+        assert handle.alive() and await handle.vmm.status() == "running"
     finally:
         await handle.destroy()
+
+
+async def a_copy_has_a_tpm_of_its_own(setup: Setup, snapshot: SnapshotRecord, source: VmHandle) -> None:
+    placement = setup.placement(vm=source.box.options, limits=snapshot.limits, snapshot=snapshot)
+    copy = await setup.backend.create(placement)
+    try:
+        assert isinstance(copy, VmHandle)
+        pids = [group_of(one.vmm.record.place).child("tpm").procs() for one in (source, copy)]
+        assert len(pids[0]) == len(pids[1]) == 1 and pids[0] != pids[1]
+        await copy.pause()  # which asks its TPM for what it holds
+    finally:
+        await copy.destroy()
+        await setup.backend.remove_snapshot(snapshot)
 
 
 async def test_macos_machine_has_the_controller_and_its_key_is_not_seen(setup: Setup) -> None:
