@@ -1,6 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Preloaded into QEMU, so that a clone gives back memory that its guest has freed.
+/* Preloaded into QEMU, so that a clone gives back memory that its guest has freed, and so that no two give their guests the same random
+ * numbers.
  *
+ * Random numbers: QEMU has them of GnuTLS, whose generator is seeded once. Processes that go on from one that was captured (native/restore.c)
+ * would all draw the same: the guest's RDRAND and virtio-rng, in all siblings. So each comes from the kernel.
+ *
+ * Memory:
  * A clone's memory is private pages on a file that many use. QEMU gives pages back in two steps: it punches a hole into the file, which must
  * never happen here, and drops its private pages, which is what is wanted. For a file opened for reading only it does neither. So QEMU is told to
  * open the file for writing; where the kernel refuses that, which it does for every clone, it is opened for reading; and to punch a hole into a
@@ -16,9 +21,9 @@
 #define FALLOC_FL_PUNCH_HOLE 2
 
 #if defined(__x86_64__)
-enum { SYS_openat = 257, SYS_fallocate = 285 };
+enum { SYS_openat = 257, SYS_fallocate = 285, SYS_getrandom = 318 };
 #elif defined(__aarch64__)
-enum { SYS_openat = 56, SYS_fallocate = 47 };
+enum { SYS_openat = 56, SYS_fallocate = 47, SYS_getrandom = 278 };
 #endif
 
 #define EXPORTED __attribute__((visibility("default")))
@@ -75,3 +80,21 @@ EXPORTED int fallocate(int fd, int mode, long offset, long length)
 }
 
 EXPORTED int fallocate64(int fd, int mode, long offset, long length) { return fallocate(fd, mode, offset, length); }
+
+enum { EINTR = 4, GNUTLS_E_RANDOM_FAILED = -206 };
+
+EXPORTED int gnutls_rnd(int level, void *data, unsigned long size)
+{
+    (void)level;
+    for (char *at = data; size;) {
+        long got = call(SYS_getrandom, (long)at, (long)size, 0, 0);
+
+        if (got > 0) {
+            at += got;
+            size -= (unsigned long)got;
+        } else if (got != -EINTR) {
+            return GNUTLS_E_RANDOM_FAILED;
+        }
+    }
+    return 0;
+}

@@ -143,6 +143,13 @@ def cmdline(pid: Pid) -> list[bytes]:
     return data.rstrip(b"\0").split(b"\0") if data else []
 
 
+def layout(pid: Pid) -> tuple[int, ...]:
+    """start_code, end_code, start_data, end_data, start_brk, start_stack, arg_start, arg_end, env_start, env_end: what the kernel takes for
+    the parts of its memory. Zeros for who may not know."""
+    fields = read(path_of(pid, "stat")).rpartition(b")")[2].split()
+    return tuple(int(fields[number - 3]) for number in (26, 27, 45, 46, 47, 28, 48, 49, 50, 51))
+
+
 def set_command_line(text: bytes) -> None:
     """Write over this process's own arguments, as others see them. What does not fit is left out, the rest is cleared."""
     fields = read(path_of("self", "stat")).rpartition(b")")[2].split()
@@ -171,13 +178,6 @@ def limits(pid: Pid) -> dict[str, tuple[int | None, int | None]]:
     return parse_limits(read(path_of(pid, "limits")))
 
 
-def pss_bytes(pid: Pid) -> int:
-    """Memory of a process, with what it shares divided by how many share it. Costs a walk over its pages."""
-    for line in read(path_of(pid, "smaps_rollup")).split(b"\n"):
-        if line.startswith(b"Pss:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
 def mapping_flags(pid: Pid) -> list[tuple[bytes, list[str]]]:
     """The path of each mapping and its flags, as smaps has them: two letters each, such as "mg" for what KSM may merge."""
     found, path = [], b""
@@ -189,6 +189,13 @@ def mapping_flags(pid: Pid) -> list[tuple[bytes, list[str]]]:
             path = words[5] if len(words) > 5 else b""
     return found
 
+
+def pss_bytes(pid: Pid) -> int:
+    """Memory of a process, with what it shares divided by how many share it. Costs a walk over its pages."""
+    for line in read(path_of(pid, "smaps_rollup")).split(b"\n"):
+        if line.startswith(b"Pss:"):
+            return int(line.split()[1]) * 1024
+    return 0
 
 
 def fds(pid: Pid = "self") -> dict[int, bytes]:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process held still by ptrace(2), to be looked at and asked: its threads' registers, signal handling, system call filters.
 
-All of it has to be done by one thread of ours, since a tracer is a thread. The process goes on when the block ends.
+All of it has to be done by one thread of ours, since a tracer is a thread. The process goes on when the block ends. If we die before,
+so does it: it may be in the midst of a call that it did not want.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import signal
 import struct
 
 from opendsec.kernel import procfs, syscall_table, syscalls
@@ -19,9 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # include/uapi/linux/ptrace.h, elf.h
-_SINGLESTEP, _DETACH = 9, 17
+_CONT, _SINGLESTEP, _DETACH = 7, 9, 17
 _GETREGSET, _SETREGSET, _SEIZE, _INTERRUPT = 0x4204, 0x4205, 0x4206, 0x4207
-_GETSIGMASK, _SECCOMP_GET_FILTER, _GET_RSEQ_CONFIGURATION = 0x420A, 0x420C, 0x420F
+_GETSIGMASK, _SETSIGMASK, _SECCOMP_GET_FILTER, _GET_RSEQ_CONFIGURATION = 0x420A, 0x420B, 0x420C, 0x420F
+_EXITKILL = 1 << 20
+_EVENT_STOP = 128
 _NT_PRSTATUS, _NT_X86_XSTATE = 1, 0x202
 _WALL = 0x4000_0000
 _XSTATE_ROOM = 1 << 16
@@ -41,10 +45,17 @@ PR_GET_TID_ADDRESS = 40
 
 
 class Thread:
-    """A thread that stands still."""
+    """A thread that stands still. Signals wait until it goes on."""
 
     def __init__(self, pid: int, tid: int) -> None:
+        """Of one that has been stopped."""
         self.pid, self.tid = pid, tid
+        self.mask = struct.unpack("=Q", self._signal_mask(_GETSIGMASK, bytes(8)))[0]
+        self._signal_mask(_SETSIGMASK, b"\xff" * 8)
+
+    def let_go(self) -> None:
+        self._signal_mask(_SETSIGMASK, struct.pack("=Q", self.mask))
+        _ptrace(_DETACH, self.tid, 0, 0)
 
     # --- registers ---------------------------------------------------------------------------------------------------
 
@@ -69,10 +80,10 @@ class Thread:
 
     # --- what the kernel keeps for it ----------------------------------------------------------------------------------
 
-    def signal_mask(self) -> int:
-        buffer = ctypes.create_string_buffer(8)
-        _ptrace(_GETSIGMASK, self.tid, 8, buffer)
-        return int(struct.unpack("=Q", buffer.raw)[0])
+    def _signal_mask(self, request: int, mask: bytes) -> bytes:
+        buffer = ctypes.create_string_buffer(mask, 8)
+        _ptrace(request, self.tid, 8, buffer)
+        return buffer.raw
 
     def rseq(self) -> tuple[int, int, int]:
         """Address, size and signature of its restartable-sequences area; address 0: none."""
@@ -92,7 +103,7 @@ class Thread:
         found: list[bytes] = []
         while True:
             try:
-                count = _ptrace(_SECCOMP_GET_FILTER, self.tid, len(found), None)
+                count = _ptrace(_SECCOMP_GET_FILTER, self.tid, len(found), 0)
             except OSError as error:
                 if error.errno == errno.ENOENT:
                     return found[::-1]
@@ -105,13 +116,17 @@ class Thread:
 
     # --- asking it -------------------------------------------------------------------------------------------------------
 
+    def in_call(self) -> bool:
+        """Whether it stands in a system call, or right behind one."""
+        return self.read(self.registers()["rip"] - len(_SYSCALL), len(_SYSCALL)) == _SYSCALL
+
     def call(self, name: str, *arguments: int, room: int = 0, at: int | None = None) -> tuple[int, bytes]:
         """Have it make a system call. `at`: which argument is the address of `room` bytes, which come back. It must stand in a call, where
         the instruction is known. Its registers are afterwards as before."""
+        if not self.in_call():
+            raise OSError(errno.EBUSY, f"thread {self.tid} does not stand in a system call")
         before = self.registers()
         instruction = before["rip"] - len(_SYSCALL)
-        if self.read(instruction, len(_SYSCALL)) != _SYSCALL:
-            raise OSError(errno.EBUSY, f"thread {self.tid} does not stand in a system call")
         buffer = (before["rsp"] - _RED_ZONE - room - 64) & ~63
         words = list(arguments)
         if at is not None:
@@ -120,8 +135,9 @@ class Thread:
         changes = dict(zip(("rdi", "rsi", "rdx", "r10", "r8", "r9"), words, strict=True))
         self.set_registers(before | changes | {"rax": syscall_table.X86_64[name], "orig_rax": (1 << 64) - 1, "rip": instruction})
         try:
-            _ptrace(_SINGLESTEP, self.tid, 0, None)
-            _wait(self.tid)
+            _ptrace(_SINGLESTEP, self.tid, 0, 0)
+            if (stop := _wait(self.tid)) != signal.SIGTRAP:
+                raise OSError(errno.EINTR, f"{name} in another process: stopped by {stop:#x}")
             result = self.registers()["rax"]
             answer = self.read(buffer, room) if room else b""
         finally:
@@ -164,24 +180,44 @@ def held(pid: int) -> Iterator[list[Thread]]:
                 break
             for tid in fresh:
                 with contextlib.suppress(ProcessLookupError):
-                    _ptrace(_SEIZE, tid, 0, None)
-                    stopped[tid] = Thread(pid, tid)
-                    _ptrace(_INTERRUPT, tid, 0, None)
-                    _wait(tid)
+                    stopped[tid] = _stop(pid, tid)
         else:
-            raise OSError(errno.EBUSY, f"process {pid} starts threads all the time")
+            raise OSError(errno.EBUSY, f"process {pid} starts and ends threads all the time")
         yield [stopped[tid] for tid in sorted(stopped, key=lambda tid: (tid != pid, tid))]
     finally:
-        for tid in stopped:
-            with contextlib.suppress(ProcessLookupError):
-                _ptrace(_DETACH, tid, 0, None)
+        for tid in sorted(stopped, key=lambda tid: (tid == pid, tid)):  # the first one's end is told when there are no others any more
+            try:
+                stopped[tid].let_go()
+            except ProcessLookupError:
+                _reap(tid)
 
 
-def _wait(tid: int) -> None:
+def _stop(pid: int, tid: int) -> Thread:
+    _ptrace(_SEIZE, tid, 0, _EXITKILL)
+    try:
+        _ptrace(_INTERRUPT, tid, 0, 0)
+        while (stop := _wait(tid)) >> 8 != _EVENT_STOP:
+            _ptrace(_CONT, tid, 0, stop)  # a signal that had come before: it is taken as ever
+        return Thread(pid, tid)
+    except ProcessLookupError:
+        _reap(tid)
+        raise
+
+
+def _wait(tid: int) -> int:
+    """The signal that stopped it, and above that which event."""
     _, status = os.waitpid(tid, _WALL)
     if not os.WIFSTOPPED(status):
         raise ProcessLookupError(errno.ESRCH, f"thread {tid} ended")
+    return status >> 8
 
 
-def _ptrace(request: int, tid: int, address: int, data: bytes | ctypes.Array[ctypes.c_char] | None) -> int:
+def _reap(tid: int) -> None:
+    """One that was killed. Nobody else hears of its end before us."""
+    with contextlib.suppress(ChildProcessError):
+        while os.WIFSTOPPED(os.waitpid(tid, _WALL)[1]):
+            pass
+
+
+def _ptrace(request: int, tid: int, address: int, data: bytes | ctypes.Array[ctypes.c_char] | int) -> int:
     return syscalls.syscall("ptrace", request, tid, address, data)

@@ -65,6 +65,6 @@ def process_capture(scratch: str) -> str:
     need(abi.MACHINE == "x86_64", "no frames for this processor")
     with waiting_child() as (pid, _), tracee.held(pid) as threads:
         for thread in threads:
-            _ = thread.xstate(), thread.signal_mask(), thread.rseq(), thread.robust_list(), thread.filters()
+            _ = thread.xstate(), thread.mask, thread.rseq(), thread.robust_list(), thread.filters()
             _ = thread.alternate_stack(), thread.tid_address(), thread.sigaction(1)
     return ""

@@ -10,6 +10,12 @@ threads, and goes on. What it is confined by, and which files it has, is the new
     script      for native/restore.c: header, system calls, threads, and what these point to. It is for one boot of one kernel.
 
 Only what is known is captured. A process that has anything else open or mapped raises Unsupported, and machines start the longer way.
+
+Memory that was nobody's file is a file's now, private. Three things differ, and nothing relies on them: a page that is given back
+(MADV_DONTNEED) is what it was when it was captured and not zeros (malloc keeps account of what it has had from the kernel, and clears all
+else; stacks of threads are not expected to be clear); a mapping that grows (mremap) has what follows in `pages`, and there is room behind
+the last; all processes made of one have the same addresses. What must not be the same in two, states of random number generators that would
+not be in a forked child either, is left out; QEMU itself has none (native/ram.c).
 """
 
 from __future__ import annotations
@@ -21,31 +27,39 @@ import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 
 from opendsec.api.errors import Unsupported
 from opendsec.kernel import abi, process_memory, procfs, syscall_table, tracee
 from opendsec.kernel.process_memory import PAGE
 from opendsec.kernel.process_memory import Mapping as Area
+from opendsec.runtime.vmm.memory import write_at
 
 PAGES, SCRIPT = "pages", "script"
 QUIET_S = 5.0
-SCRIPT_AT, VDSO_AT = 0x1000_0000, 0x0F00_0000  # as in restore.c
+SCRIPT_AT, VDSO_AT, FLOOR = 0x1000_0000, 0x0F00_0000, 0x2000_0000  # as in restore.c
 MAGIC = b"DSECPKR1"
 EXACT, OK, DESCRIPTOR = range(3)
 FIRST_KEPT = 600  # numbers that nothing of the process has, for what it is given
 SOURCE = 599
 MERGED_PAGES = 16  # a hole of so many pages is not worth a mapping of its own
-STACK_ROOM = 1 << 20
-_HEADER = struct.Struct("<8s3QI3I8Q")
+STACK = b"[stack]"
+GROWTH_ROOM = 1 << 30  # of no block
+_HEADER = struct.Struct("<8sQ3Q4I8Q")
+_SUMMED = 16  # from here on
 _CALL = struct.Struct("<II6QQ")
-_THREAD = struct.Struct("<8Q16s")
+_THREAD = struct.Struct("<9Q16s")
+_LAYOUT = struct.Struct("<12QIi")
 _UC_FLAGS = 1 | 2 | 4  # extended registers, a stack segment that is restored strictly
 _XSTATE_BEGIN, _XSTATE_END = 0x4650_5853, 0x4650_5845
 _RESTARTED = (-512, -513, -514)
 _ERESTART_RESTARTBLOCK, _EINTR = -516, -4
-_FIXED, _PRIVATE, _ANONYMOUS, _NORESERVE = 0x10, 2, 0x20, 0x4000
-_EPOLL_CTL_ADD, _PR_SET_TIMERSLACK, _SECCOMP_SET_MODE_FILTER = 1, 29, 1
+_MADV_MERGEABLE = 12
+_FIXED, _PRIVATE, _ANONYMOUS, _NORESERVE, _GROWSDOWN = 0x10, 2, 0x20, 0x4000, 0x100
+_EPOLL_CTL_ADD, _SECCOMP_SET_MODE_FILTER, _SEEK_END = 1, 1, 2
+_PR_SET_TIMERSLACK, _PR_SET_MM, _PR_SET_MM_MAP = 29, 35, 14
+_F_SETFD, _F_SETFL = 2, 4
 _SIGKILL, _SIGSTOP, _SIG_BLOCK = 9, 19, 0
 
 
@@ -77,6 +91,10 @@ class Script:
         words = [word & (1 << 64) - 1 for word in (*arguments, *(0,) * (6 - len(arguments)))]
         self.calls.append(_CALL.pack(syscall_table.X86_64[name], kind, *words, expected & (1 << 64) - 1))
 
+    def first(self, name: str, *arguments: int, kind: int = OK, expected: int = 0) -> None:
+        self.call(name, *arguments, kind=kind, expected=expected)
+        self.calls.insert(0, self.calls.pop())
+
     def opened(self, number: int, name: str, *arguments: int) -> None:
         """A call whose descriptor gets that number."""
         self.call(name, *arguments, kind=DESCRIPTOR, expected=number)
@@ -94,16 +112,22 @@ class Script:
         begin += -begin % 64
         at = begin + len(calls)
         flat = [word & (1 << 64) - 1 for part in parts for word in part]
-        header = _HEADER.pack(
-            MAGIC, at + len(threads), begin, at, len(self.calls), len(self.threads), len(parts), 0, *flat, *(0,) * (8 - len(flat))
-        )
-        head = header + bytes(BLOBS - SCRIPT_AT - len(header)) + bytes(self.blobs)
-        return head + bytes(begin - len(head)) + calls + threads
+        facts = (at + len(threads), begin, at, len(self.calls), len(self.threads), len(parts), 0, *flat, *(0,) * (8 - len(flat)))
+        head = _HEADER.pack(MAGIC, 0, *facts).ljust(BLOBS - SCRIPT_AT, b"\0") + bytes(self.blobs)
+        whole = head.ljust(begin, b"\0") + calls + threads
+        return _HEADER.pack(MAGIC, _sum(whole[_SUMMED:]), *facts) + whole[_HEADER.size :]
+
+
+def _sum(data: bytes) -> int:
+    """FNV-1a over words of eight bytes."""
+    result = 0xCBF2_9CE4_8422_2325
+    for (word,) in struct.iter_unpack("<Q", data):
+        result = (result ^ word) * 0x100_0000_01B3 & (1 << 64) - 1
+    return result
 
 
 BLOBS = SCRIPT_AT + 256
-
-
+NOT_INHERITED = {"wf", "dp"}  # empty in a forked child; the kernel may drop it
 FILTERS = 1  # that a process has before it begins
 
 
@@ -114,12 +138,14 @@ def held(pid: int, *, sockets: Sequence[int]) -> Iterator[list[tracee.Thread]]:
     while True:
         with tracee.held(pid) as threads:
             connected = [number for number, name in procfs.fds(pid).items() if name.startswith(b"socket:") and number not in sockets]
-            pending = {name: int(procfs.status(pid)[name], 16) for name in ("SigPnd", "ShdPnd")}
-            if not connected and not any(pending.values()):
+            states = [procfs.status(f"{pid}/task/{thread.tid}") for thread in threads]
+            pending = sorted({state[name] for state in states for name in ("SigPnd", "ShdPnd") if int(state[name], 16)})
+            running = [thread.tid for thread in threads if not thread.in_call()]
+            if not connected and not pending and not running:
                 yield threads
                 return
             if time.monotonic() > until:
-                raise Unsupported(f"the process does not come to rest: connections {connected}, signals {pending}")
+                raise Unsupported(f"the process does not come to rest: connections {connected}, signals {pending}, running {running}")
         time.sleep(0.001)  # it has to find out by itself that we have hung up, and nothing says when it has
 
 
@@ -132,29 +158,37 @@ def capture(
     pages: Path,
     script: Path,
     own: Mapping[str, int],
+    merge: bool = False,
 ) -> None:
     """Write the process of these threads to the new files `pages` and `script`. Blocking.
 
     `root`: its root directory. `files`, `sockets`: what a new process is given, under the same numbers. `own`: further numbers of it: of
     PAGES, of programs that cannot be opened by name, and of the script, which `restore` closes itself.
+    `merge`: whether equal pages of the guest's memory may be merged.
     """
     first = threads[0]
     pid = first.pid
     result = Script()
     kept = {name: number for name, number in own.items() if name != SCRIPT}
-    _descriptors(result, pid, files, sockets, kept)
-    parts = _memory(result, pid, root, kept, pages)
-    _signals(result, first)
-    result.call("prctl", _PR_SET_TIMERSLACK, int(procfs.read(procfs.path_of(pid, "timerslack_ns"))))
-    for number in sorted(kept.values()):
-        result.call("close", FIRST_KEPT + number)
-    for program in first.filters()[FILTERS:]:
-        address = result.blob(program)
-        result.call("seccomp", _SECCOMP_SET_MODE_FILTER, 0, result.blob(struct.pack("<QQ", len(program) // 8, address)))
-    for thread in threads:
-        _thread(result, thread)
-    with open(script, "xb") as file:
-        file.write(result.file(parts))
+    with open(pages, "xb", buffering=0) as file, contextlib.ExitStack() as undo:
+        undo.callback(pages.unlink)
+        _descriptors(result, pid, files, sockets, kept)
+        parts = _memory(result, pid, root, kept, file, merge)
+        file.truncate(file.tell() + GROWTH_ROOM)
+        result.first("lseek", kept[PAGES], 0, _SEEK_END, kind=EXACT, expected=file.tell() + GROWTH_ROOM)
+        _layout(result, first)
+        _timers(first)
+        _signals(result, first)
+        result.call("prctl", _PR_SET_TIMERSLACK, int(procfs.read(procfs.path_of(pid, "timerslack_ns"))))
+        for number in sorted(kept.values()):
+            result.call("close", FIRST_KEPT + number)
+        _filters(result, threads)
+        for thread in threads:
+            _thread(result, thread)
+        with open(script, "xb") as target:
+            undo.callback(script.unlink)
+            target.write(result.file(parts))
+        undo.pop_all()
 
 
 # --- descriptors -------------------------------------------------------------------------------------------------------
@@ -178,9 +212,11 @@ def _descriptors(script: Script, pid: int, files: Sequence[File], sockets: Seque
         known = by_facts.get((facts.st_dev, facts.st_ino, flags & os.O_ACCMODE))
         if known is None and name.startswith("socket:") and number in sockets:
             known = number
+        if "lock" in info:
+            raise Unsupported(f"descriptor {number}, {name}, has a lock")
         if known is not None:
             script.opened(number, "fcntl", FIRST_KEPT + known, 0, 0)
-            script.call("fcntl", number, 4, flags & (os.O_NONBLOCK | os.O_APPEND))
+            script.call("fcntl", number, _F_SETFL, flags & (os.O_NONBLOCK | os.O_APPEND))
         elif name == "anon_inode:[eventfd]":
             count = int(info["eventfd-count"], 16)
             script.opened(number, "eventfd2", min(count, 0xFFFF_FFFE), flags & os.O_NONBLOCK | int(info.get("eventfd-semaphore", "0")))
@@ -197,6 +233,10 @@ def _descriptors(script: Script, pid: int, files: Sequence[File], sockets: Seque
             script.opened(number, "openat", abi.AT_FDCWD, path, flags & ~(os.O_CREAT | os.O_TRUNC | os.O_EXCL))
         else:
             raise Unsupported(f"descriptor {number} is {name}")
+        if stat.S_ISREG(facts.st_mode):
+            script.call("lseek", number, int(info["pos"]), os.SEEK_SET)
+        if flags & os.O_CLOEXEC:
+            script.call("fcntl", number, _F_SETFD, 1)
     for number, row in polls:
         event = script.blob(struct.pack("<IQ", int(row["events"], 16), int(row["data"], 16)))
         script.call("epoll_ctl", number, _EPOLL_CTL_ADD, int(row["tfd"]), event)
@@ -208,7 +248,7 @@ def _descriptors(script: Script, pid: int, files: Sequence[File], sockets: Seque
 # --- memory ------------------------------------------------------------------------------------------------------------
 
 
-def _memory(script: Script, pid: int, root: Path, own: Mapping[str, int], pages: Path) -> list[tuple[int, int]]:
+def _memory(script: Script, pid: int, root: Path, own: Mapping[str, int], file: FileIO, merge: bool) -> list[tuple[int, int]]:
     """The parts of the vDSO as (offset from it, size)."""
     areas = process_memory.mappings(pid)
     kernels = {area.path: area for area in areas if area.path.startswith(b"[v") and area.path != b"[vsyscall]"}
@@ -220,26 +260,31 @@ def _memory(script: Script, pid: int, root: Path, own: Mapping[str, int], pages:
         moves.append((at, size, area.start))
         at += size
     source, number = "", -1
-    with open(pages, "xb", buffering=0) as file:
-        for area in areas:
-            if area.path.startswith(b"[v"):
-                continue
-            size, protection = area.end - area.start, _protection(area)
-            if area.inode:
-                if area.path != source.encode():
-                    source = _open_source(script, root, area, own)
-                    number = FIRST_KEPT + own[source] if source in own else SOURCE
-                _map(script, area.start, size, protection, 0, number, area.offset)
+    for area, (_, flags) in zip(areas, procfs.mapping_flags(pid), strict=True):
+        if area.path.startswith(b"[v"):
+            continue
+        size, protection = area.end - area.start, _protection(area)
+        if area.inode:
+            if area.path != source.encode():
+                source = _open_source(script, root, area, own)
+                number = FIRST_KEPT + own[source] if source in own else SOURCE
+            _map(script, area.start, size, protection, 0, number, area.offset)
+        else:
+            grows = _GROWSDOWN if area.path == STACK else 0
+            _map(script, area.start, size, protection, _ANONYMOUS | _NORESERVE | grows, -1, 0)
+        if area.path == b"/ram":
+            if merge:
+                script.call("madvise", area.start, size, _MADV_MERGEABLE)
+            continue  # written anew as a whole: no page of it differs from the file
+        if NOT_INHERITED & set(flags):
+            continue
+        for start, end in _merged(process_memory.private_pages(pid, area.start, area.end)):
+            offset = file.tell()
+            _copy(pid, start, end, file.fileno(), offset)
+            file.seek(offset + end - start)
+            if area.path == STACK:  # which can grow, and whose arguments others can see, only if it is no file's
+                script.call("pread64", FIRST_KEPT + own[PAGES], start, end - start, offset, kind=EXACT, expected=end - start)
             else:
-                _map(script, area.start, size, protection, _ANONYMOUS | _NORESERVE, -1, 0)
-            if area.path == b"[stack]":
-                _map(script, area.start - STACK_ROOM, STACK_ROOM, protection, _ANONYMOUS | _NORESERVE, -1, 0)
-            if area.path == b"/ram":
-                continue  # written anew as a whole: no page of it differs from the file
-            for start, end in _merged(process_memory.private_pages(pid, area.start, area.end)):
-                offset = file.tell()
-                _copy(pid, start, end, file.fileno())
-                file.seek(offset + end - start)
                 _map(script, start, end - start, protection, 0, FIRST_KEPT + own[PAGES], offset)
     script.call("close", SOURCE)
     for start, size, target in moves:
@@ -250,6 +295,8 @@ def _memory(script: Script, pid: int, root: Path, own: Mapping[str, int], pages:
 def _protection(area: Area) -> int:
     if area.permissions[3] != "p":
         raise Unsupported(f"{area.path.decode(errors='replace') or 'memory'} is shared")
+    if area.start < FLOOR:
+        raise Unsupported(f"there is memory at {area.start:#x}")
     return sum(bit for letter, bit in zip("rwx", (1, 2, 4), strict=True) if letter in area.permissions)
 
 
@@ -257,7 +304,8 @@ def _open_source(script: Script, root: Path, area: Area, own: Mapping[str, int])
     name = area.path.decode()
     if name not in own:
         script.opened(SOURCE, "openat", abi.AT_FDCWD, script.blob(area.path + b"\0"), os.O_RDONLY)
-        if name != "/ram" and os.stat(root / name.lstrip("/")).st_ino != area.inode:
+        there = root / name.lstrip("/")
+        if name != "/ram" and not (there.exists() and there.stat().st_ino == area.inode):
             raise Unsupported(f"{name} is another file by now")
     return name
 
@@ -279,14 +327,22 @@ def _merged(ranges: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         yield last
 
 
-def _copy(pid: int, start: int, end: int, target: int) -> None:
+def _copy(pid: int, start: int, end: int, target: int, offset: int) -> None:
     with open(procfs.path_of(pid, "mem"), "rb", buffering=0) as memory:
         while start < end:
             data = os.pread(memory.fileno(), min(end - start, 4 << 20), start)
             if not data:
                 raise Unsupported("the process's memory cannot be read")
-            os.write(target, data)
-            start += len(data)
+            write_at(target, memoryview(data), offset)
+            start, offset = start + len(data), offset + len(data)
+
+
+def _layout(script: Script, thread: tracee.Thread) -> None:
+    """Where the kernel believes its parts to be. Above all the heap's end, which malloc asks for when it gives memory back."""
+    parts = procfs.layout(thread.pid)
+    brk, _ = thread.call("brk", 0)
+    layout = _LAYOUT.pack(*parts[:5], brk, *parts[5:], 0, 0, -1)
+    script.call("prctl", _PR_SET_MM, _PR_SET_MM_MAP, script.blob(layout), len(layout))
 
 
 # --- signals and threads -------------------------------------------------------------------------------------------------
@@ -301,6 +357,24 @@ def _signals(script: Script, thread: tracee.Thread) -> None:
         script.call("rt_sigaction", number, script.blob(struct.pack("<4Q", *thread.sigaction(number))), 0, 8)
 
 
+def _timers(thread: tracee.Thread) -> None:
+    if procfs.read(procfs.path_of(thread.pid, "timers")):
+        raise Unsupported("the process has a timer")
+    for which in range(3):
+        _, data = thread.call("getitimer", which, room=32, at=1)
+        if any(data):
+            raise Unsupported(f"the process has interval timer {which}")
+
+
+def _filters(script: Script, threads: Sequence[tracee.Thread]) -> None:
+    filters = threads[0].filters()
+    if any(thread.filters() != filters for thread in threads[1:]):
+        raise Unsupported("its threads have filters of their own")
+    for program in filters[FILTERS:]:
+        address = script.blob(program)
+        script.call("seccomp", _SECCOMP_SET_MODE_FILTER, 0, script.blob(struct.pack("<QQ", len(program) // 8, address)))
+
+
 def _thread(script: Script, thread: tracee.Thread) -> None:
     stack = thread.alternate_stack()
     tid_address = thread.tid_address()
@@ -312,9 +386,12 @@ def _thread(script: Script, thread: tracee.Thread) -> None:
         elif result == _ERESTART_RESTARTBLOCK:
             registers["rax"] = _EINTR & (1 << 64) - 1
     robust, rseq = thread.robust_list(), thread.rseq()
-    address = _frame(script, registers, thread.xstate(), thread.signal_mask(), stack)
-    name = procfs.read(procfs.path_of(thread.pid, "task", str(thread.tid), "comm")).strip()
-    script.threads.append(_THREAD.pack(address, registers["fs_base"], tid_address, *robust, *rseq, name[:15]))
+    address = _frame(script, registers, thread.xstate(), thread.mask, stack)
+    if registers["gs_base"]:
+        raise Unsupported("a thread uses segment GS")
+    name = procfs.read(procfs.path_of(thread.pid, "task", str(thread.tid), "comm"))[:-1]
+    number = int(procfs.status(f"{thread.pid}/task/{thread.tid}")["NSpid"].split()[-1])
+    script.threads.append(_THREAD.pack(address, registers["fs_base"], tid_address, *robust, *rseq, number, name[:15]))
 
 
 def _frame(script: Script, registers: Mapping[str, int], xstate: bytes, mask: int, stack: tuple[int, int, int]) -> int:

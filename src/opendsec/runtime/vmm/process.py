@@ -291,11 +291,23 @@ class Vmm:
         sockets = [arguments.QMP_FD, arguments.CHANNEL_FD]
 
         def capture() -> None:
+            root, ram = Path(self.record.place.root), to / "ram"
             with checkpoint.held(self.pid, sockets=sockets) as threads:
-                memory.dump(self.pid, MAPPED_RAM, self._base(), to / "ram", private=True)
-                checkpoint.capture(
-                    threads, root=Path(self.record.place.root), files=files, sockets=sockets, pages=to / PAGES, script=to / SCRIPT, own=own
-                )
+                memory.dump(self.pid, MAPPED_RAM, self._base(), ram, private=True)
+                try:
+                    checkpoint.capture(
+                        threads,
+                        root=root,
+                        files=files,
+                        sockets=sockets,
+                        pages=to / PAGES,
+                        script=to / SCRIPT,
+                        own=own,
+                        merge=machine.merge,
+                    )
+                except BaseException:
+                    ram.unlink()
+                    raise
 
         await self._or_dead(capture)
 
