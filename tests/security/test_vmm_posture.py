@@ -7,17 +7,21 @@ import asyncio
 import errno
 import os
 import shutil
+import stat
 import subprocess
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from opendsec.kernel import procfs
+from opendsec.kernel.fds import written_to
 from opendsec.runtime.vmm import process, profile
 from opendsec.runtime.vmm.console import Tail
 from opendsec.runtime.vmm.machine import Disk
-from opendsec.testing.posture import collect
+from opendsec.runtime.vmm.place import ERRORS_FIFO
+from opendsec.testing.posture import Posture, collect
 from tests.security.test_posture import DEV
 from tests.support import ROOT
 from tests.vmms import Vmms
@@ -78,6 +82,69 @@ async def test_a_clone_can_only_read_the_memory_that_it_shares(vmms: Vmms) -> No
             assert int(procfs.fd_info(clone.pid, number)["flags"], 8) & os.O_ACCMODE == os.O_RDONLY
 
 
+async def test_a_captured_one_goes_on_in_the_same_confinement(vmms: Vmms) -> None:
+    layer, scratch = vmms.folder / "layer", vmms.folder / "scratch"
+    for file in (layer, scratch):
+        file.write_bytes(b"\0" * 65_536)
+    disks = (Disk("layer", str(layer), read_only=True), Disk("scratch", str(scratch)))
+    machine = vmms.machine(disks=disks)
+    first = await vmms.start(machine)
+    await vmms.until(first, "n=2")
+    await first.stop()
+    state = vmms.folder / "devices"
+    await first.save_devices(state)
+    await first.kill()
+    os.chmod(machine.ram.path, 0o444)
+
+    def posture(vmm: process.Vmm) -> Posture:
+        place = vmm.record.place
+        found = collect(vmm.pid, uid_base=place.uid, names={place.group: "GROUP"})
+        names = {
+            number: name.replace(place.directory, "PLACE").replace(str(vmms.folder), "FOLDER") for number, name in found.descriptors.items()
+        }
+        return replace(found, descriptors=names, threads=0)  # those that wait for work end after a while
+
+    machine = replace(machine, kernel="", append="").clone(machine.ram.path, disks)  # as clones are: it is in memory
+    source = await vmms.start(machine)
+    await source.load(state)
+    ordinary = posture(source)
+    captured = vmms.folder / "captured"
+    captured.mkdir()
+    await source.capture(machine, captured)
+    await source.kill()
+    own = vmms.folder / "own"
+    own.write_bytes(scratch.read_bytes())
+    for path in captured.iterdir():
+        path.chmod(0o444)
+    before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in (*captured.iterdir(), layer, scratch)}
+    machine = machine.clone(str(captured / "ram"), (disks[0], Disk("scratch", str(own))))
+    vmm = await process.Vmm.start(vmms.spawner, machine, vmms.place(machine), accel="tcg", process=captured)
+    vmms.started.append(vmm)
+    restored = posture(vmm)
+    assert restored.program == "/usr/bin/dsec-restore"
+    # The same descriptors under the same numbers, so neither script, pages nor QEMU itself; its disk is its own.
+    named = {number: name.replace("FOLDER/own", "FOLDER/scratch") for number, name in restored.descriptors.items()}
+    assert replace(restored, program=ordinary.program, descriptors=named) == ordinary
+    flags = {number: procfs.fd_info(vmm.pid, number)["flags"] for number in restored.descriptors}
+    assert {number for number in flags if restored.descriptors[number] == "FOLDER/own" and int(flags[number], 8) & os.O_RDWR}
+    for number, name in restored.descriptors.items():
+        if name in ("/ram", "FOLDER/layer"):
+            assert int(flags[number], 8) & os.O_ACCMODE == os.O_RDONLY
+    assert os.stat(procfs.path_of(vmm.pid, "environ")).st_uid == 0  # not dumpable
+    assert stat.S_IMODE(os.stat(procfs.path_of(vmm.pid, "exe")).st_mode) == 0o111
+    for task in procfs.threads(vmm.pid):
+        status = procfs.status(f"{vmm.pid}/task/{task}")
+        assert (status["Seccomp"], status["Seccomp_filters"], status["NoNewPrivs"], int(status["CapBnd"], 16)) == ("2", "2", "1", 0)
+    await vmm.cont()
+    await vmms.further(vmm, 2)
+    running = posture(vmm)  # devices that work are told by event descriptors
+    assert replace(running, descriptors={}) == replace(restored, descriptors={})
+    assert set(running.descriptors.items()) ^ set(restored.descriptors.items()) <= {(number, "anon_inode") for number in range(64)}
+    # Nothing that others go on from is written to, nor could be.
+    assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in before} == before
+    assert not [path for path in before if path != own and written_to(path)]
+
+
 EXPECTED = {
     "inet": errno.EAFNOSUPPORT,
     "unix": errno.EAFNOSUPPORT,
@@ -111,7 +178,7 @@ async def test_what_a_program_in_its_place_can_do(vmms: Vmms) -> None:
     Path(place.directory).mkdir(parents=True)
     held: list[int] = []
     plan, given = process.prepare(machine, place, "tcg", (), None, held)
-    tail = Tail(Path(place.directory) / process.ERRORS_FIFO)
+    tail = Tail(Path(place.directory) / ERRORS_FIFO)
     try:
         await vmms.spawner.call("profile", {"name": profile.NAME, "program": profile.program()})
         answer = await vmms.spawner.call("machine", plan, given)
