@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Profiles of systems that cannot be had here, as far as that goes: QEMU takes the machine, and its firmware looks for something to start.
 
-What the screen shows then is kept in the directory that OPENDSEC_TEST_ARTEFACTS names, if it does.
+What the screen shows then is kept in the directory that OPENDSEC_TEST_ARTEFACTS names, or with what pytest keeps.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ async def create(setup: Setup, profile: str, memory_mib: int) -> VmHandle:
     return handle
 
 
-async def keep_screen(handle: VmHandle, name: str) -> None:
+async def keep_screen(handle: VmHandle, path: Path) -> None:
     assert handle.screen is not None
     picture = await handle.screen.png()
     assert picture.startswith(b"\x89PNG")
-    if folder := os.environ.get("OPENDSEC_TEST_ARTEFACTS"):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / f"{name}.png").write_bytes(picture)
+    folder = Path(os.environ.get("OPENDSEC_TEST_ARTEFACTS") or path.parent)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / path.name).write_bytes(picture)
 
 
 @pytest.fixture
@@ -89,14 +89,14 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-async def test_windows_machine_has_secure_boot_and_a_tpm(setup: Setup, log: Path) -> None:
+async def test_windows_machine_has_secure_boot_and_a_tpm(setup: Setup, log: Path, tmp_path: Path) -> None:
     handle = await create(setup, "windows-11-setup", 2048)
     try:
         assert isinstance(setup.backend, VMBackend)
         await says(handle, "DVD-ROM", FIRMWARE_S)  # which has nothing that starts
         await says(handle, "Security Violation", FIRMWARE_S)  # of the firmware's own shell, which nobody has signed
         assert log.read_text().count(EXTEND) > 10, "the firmware has not told the TPM what it has started"
-        await keep_screen(handle, "windows-11")
+        await keep_screen(handle, tmp_path / "windows-11.png")
 
         group = group_of(handle.vmm.record.place)
         (beneath,) = group.children()
@@ -142,11 +142,11 @@ async def a_copy_has_a_tpm_of_its_own(setup: Setup, snapshot: SnapshotRecord, so
         await setup.backend.remove_snapshot(snapshot)
 
 
-async def test_macos_machine_has_the_controller_and_its_key_is_not_seen(setup: Setup) -> None:
+async def test_macos_machine_has_the_controller_and_its_key_is_not_seen(setup: Setup, tmp_path: Path) -> None:
     handle = await create(setup, "macos", 4096)
     try:
         await says(handle, "BdsDxe", FIRMWARE_S)
-        await keep_screen(handle, "macos")
+        await keep_screen(handle, tmp_path / "macos.png")
         words = procfs.cmdline(handle.vmm.pid)
         assert not any(OSK.encode() in word for word in words)
         tree = await handle.vmm.call("human-monitor-command", command_line="info qtree")
