@@ -131,7 +131,7 @@ async def test_the_edge_dies_at_any_moment() -> None:
         with tempfile.TemporaryDirectory() as folder:
             async with VmNode(Path(folder)) as node:
                 await node.containers.close()
-                number, ending = await _killed_edge(node, after_s=dice.uniform(0.0, 6.0))
+                number, ending = await _killed_edge(node, after_s=dice.uniform(0.0, 4.0))
                 await node.containers.start()  # waits for the spawner of the one that died
                 backend = await node.make()
                 try:
