@@ -97,13 +97,13 @@ static __attribute__((noreturn)) void go_on(const struct thread *t)
 }
 
 /* A thread's number is the next one, and some have been used by threads that have ended. What has a number may be known by it (as the
- * owner of a mutex is), so all get theirs. */
+ * owner of a mutex is), so all get theirs. One that uses up a number is waited for: many at once would be too many. */
 static void use_number(void)
 {
 	long result;
 	__asm__ volatile("syscall\n\ttest %%rax, %%rax\n\tjnz 1f\n\tmov %[exit], %%eax\n\txor %%edi, %%edi\n\tsyscall\n\t1:"
 			 : "=a"(result)
-			 : "a"(__NR_clone), "D"(CLONE_VM | CLONE_FS | CLONE_FILES | CLONE_SIGHAND | CLONE_THREAD), "S"(0), [exit] "i"(__NR_exit)
+			 : "a"(__NR_clone), "D"(CLONE_VM | CLONE_FS | CLONE_FILES | CLONE_SIGHAND | CLONE_THREAD | CLONE_VFORK), "S"(0), [exit] "i"(__NR_exit)
 			 : "rcx", "r11", "memory");
 	if (result < 0)
 		fail("number ", 0, result);

@@ -5,21 +5,27 @@ does not begin, with a reason and without remains."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+import os
 import shutil
+import signal
 import socket
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from opendsec.api.errors import Unsupported
-from opendsec.kernel import procfs
+from opendsec.api.errors import Internal, SandboxLost, Unsupported
+from opendsec.kernel import procfs, syscalls, tracee
 from opendsec.runtime.vmm import checkpoint
 from opendsec.runtime.vmm.checkpoint import PAGES, SCRIPT
 from opendsec.runtime.vmm.machine import Machine, Ram
+from opendsec.runtime.vmm.place import QMP_SOCKET
 from opendsec.runtime.vmm.process import Place, Vmm
+from opendsec.runtime.vmm.qmp import Qmp
 from tests.support import ROOT
 from tests.vmms import Vmms
 
@@ -68,6 +74,11 @@ class Alive:
         self.vmms.started.append(vmm)
         return vmm
 
+    def places(self) -> list[Path]:
+        """Directories of those that there are."""
+        alive = {vmm.directory for vmm in self.vmms.started if vmm.pidfd >= 0}
+        return [path for path in (self.vmms.folder / "run").glob("*") if path not in alive]
+
     async def capture(self) -> Path:
         """The directory of one that stood where all wait."""
         vmm = await self.start()
@@ -93,9 +104,14 @@ async def ask(vmm: Vmm, letter: bytes) -> str:
 
 
 def threads(pid: int) -> list[tuple[str, str]]:
-    """Number in its own namespace and name of each."""
-    states = [procfs.status(f"{pid}/task/{tid}") for tid in procfs.threads(pid)]
-    return [(state["NSpid"].split()[-1], state["Name"]) for state in states]
+    """Number in its own namespace and name of each, without those that only used up a number and are about to be gone."""
+    while True:
+        try:
+            states = [procfs.status(f"{pid}/task/{tid}") for tid in procfs.threads(pid)]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if not any(state["Name"] == "dsec-restore" for state in states):
+            return [(state["NSpid"].split()[-1], state["Name"]) for state in states]
 
 
 async def test_the_program_itself(processes: Alive) -> None:
@@ -120,6 +136,111 @@ async def test_it_goes_on_exactly(processes: Alive) -> None:
         assert await ask(clone, b"w") == "ok\n"
         assert await ask(clone, b"c") == "ok\n"
     assert {path.name: hashlib.sha256(path.read_bytes()).digest() for path in processes.folder.iterdir() if path.name != PAGES} == before
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 4096)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def change(path: Path) -> None:
+    """One bit of it."""
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size * 2 // 3)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 4]))
+
+
+DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "cut script": (SCRIPT, cut, "no script, or not the whole"),
+    "empty script": (SCRIPT, empty, "no script, or not the whole"),
+    "changed script": (SCRIPT, change, "the script is damaged"),
+    "no script": (SCRIPT, Path.unlink, "script is missing"),
+    "cut pages": (PAGES, cut, "restore: step 0"),
+    "empty pages": (PAGES, empty, "restore: step 0"),
+    "no pages": (PAGES, Path.unlink, "pages is missing"),
+}
+
+
+async def test_damaged_files_are_told_of(processes: Alive) -> None:
+    folder = await processes.capture()
+    for name, damage, reason in DAMAGED.values():
+        damaged = processes.vmms.folder / "damaged"
+        shutil.copytree(folder, damaged)
+        damage(damaged / name)
+        with pytest.raises(Internal, match=reason):
+            await processes.start(damaged)
+        assert not processes.places()  # and no group: see `Vmms.close`
+        shutil.rmtree(damaged)
+    assert await ask(await processes.start(folder), b"c") == "ok\n"
+
+
+async def test_one_whose_numbers_are_taken_does_not_begin(processes: Alive, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As outside a namespace of its own."""
+    pack = checkpoint._THREAD.pack
+
+    class Others:
+        size = checkpoint._THREAD.size
+
+        @staticmethod
+        def pack(*values: object) -> bytes:
+            *head, number, name = values
+            return pack(*head, int(str(number)) - 1, name)
+
+    monkeypatch.setattr(checkpoint, "_THREAD", Others)
+    folder = await processes.capture()
+    with pytest.raises(Internal, match="restore: thread 0"):
+        await processes.start(folder)
+
+
+async def test_one_that_dies_while_it_is_captured(processes: Alive, monkeypatch: pytest.MonkeyPatch) -> None:
+    vmm = await processes.start()
+    signals = checkpoint._signals
+
+    def die(script: checkpoint.Script, thread: tracee.Thread) -> None:
+        syscalls.pidfd_send_signal(vmm.pidfd, signal.SIGKILL)
+        while vmm.alive():
+            pass
+        signals(script, thread)
+
+    monkeypatch.setattr(checkpoint, "_signals", die)
+    with pytest.raises(SandboxLost):
+        await vmm.capture(processes.machine, processes.folder)
+    assert list(processes.folder.iterdir()) == []
+    async with asyncio.timeout(30):
+        await vmm.died
+    assert not Path(procfs.path_of(vmm.pid)).exists()  # its spawner could bury it
+    await vmm.kill()
+
+
+async def test_no_room_to_capture(processes: Alive, monkeypatch: pytest.MonkeyPatch) -> None:
+    vmm = await processes.start()
+    for megabytes in (1, 4):
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", processes.folder], check=True)
+        try:
+            with pytest.raises(OSError, match="No space left"):
+                await vmm.capture(processes.machine, processes.folder)
+            assert list(processes.folder.iterdir()) == []
+        finally:
+            subprocess.run(["umount", processes.folder], check=True)
+        vmm._qmp = await Qmp.connect(vmm.directory / QMP_SOCKET, lambda name, data: None)  # it goes on
+    assert await ask(vmm, b"c") == "ok\n"
+
+
+async def test_no_memory_to_go_on_in(processes: Alive) -> None:
+    folder = await processes.capture()
+    with pytest.raises(Internal, match="killed"):
+        await processes.start(folder, memory_bytes=256 << 10)
+    assert not processes.places()
+    vmm = await processes.start(folder, memory_bytes=3 << 20)
+    with contextlib.suppress(OSError):
+        assert await ask(vmm, b"c") == ""
+    async with asyncio.timeout(30):
+        assert "memory limit" in await vmm.died
 
 
 UNKNOWN = {

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from opendsec.api.errors import Unavailable
+from opendsec.api.errors import Internal, Unavailable
 from opendsec.kernel import cgroups
 from opendsec.runtime.spawn import Message
 from opendsec.runtime.vmm import arguments, profile, programs
@@ -123,7 +123,10 @@ def prepare(
     else:
         further = further_numbers(machine, accel)
         for name, path in ((PAGES, process / PAGES), (SCRIPT, process / SCRIPT), (arguments.QEMU, Path(place.root + arguments.QEMU))):
-            held.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            try:
+                held.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            except FileNotFoundError:
+                raise Internal(f"of a captured process {path.name} is missing") from None
             give(further[name], held[-1])
         change = {"program": programs.RESTORE.encode(), "env": {b"S": str(further[SCRIPT]).encode()}}
     return plan_of(place, words, arguments.inside(machine), arguments.descriptors(machine, accel), numbers) | limit | change, given

@@ -9,6 +9,7 @@ in the pipe's buffer, what does not fit is lost, and a guest that floods its ser
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import signal
@@ -130,27 +131,28 @@ class Vmm:
                 plan, given = prepare(machine, place, accel, taps, control[0].fileno() if control else None, held, process)
                 await profile.install(spawner)
                 answer = await spawner.call("machine", plan, given)
+                (pidfd,) = answer.fds
+                try:
+                    record = VmmRecord(
+                        place=place,
+                        pid=answer.pid,
+                        start_time=_start_time(answer.pid),
+                        boot_id=procfs.boot_id(),
+                        accel=accel,
+                        memory_bytes=machine.memory_bytes,
+                        ram=machine.ram.path,
+                        ram_shared=machine.ram.shared,
+                        blocks=machine.display is not None or machine.firmware is not None,
+                    )
+                    vmm = cls(record, pidfd, answer.exited)
+                    vmm._stands = machine.incoming
+                except BaseException:
+                    with contextlib.suppress(ProcessLookupError):
+                        syscalls.pidfd_send_signal(pidfd, signal.SIGKILL)
+                    os.close(pidfd)
+                    raise
             finally:
-                close_all(held)
-            (pidfd,) = answer.fds
-            try:
-                record = VmmRecord(
-                    place=place,
-                    pid=answer.pid,
-                    start_time=procfs.pid_start_time(answer.pid),
-                    boot_id=procfs.boot_id(),
-                    accel=accel,
-                    memory_bytes=machine.memory_bytes,
-                    ram=machine.ram.path,
-                    ram_shared=machine.ram.shared,
-                    blocks=machine.kind != "microvm",
-                )
-                vmm = cls(record, pidfd, answer.exited)
-                vmm._stands = machine.incoming
-            except BaseException:
-                syscalls.pidfd_send_signal(pidfd, signal.SIGKILL)
-                os.close(pidfd)
-                raise
+                close_all(held)  # now that we listen to what it says: it may be dead already, and then nobody else would keep that
             if tpm is not None and control is not None:
                 control[0].close()
                 await tpm.start(spawner, place, control[1].fileno())
@@ -596,6 +598,14 @@ class Vmm:
             await vmm.kill()
         else:
             await remove(place)
+
+
+def _start_time(pid: int) -> int:
+    """0 if it has ended already: no process has that."""
+    try:
+        return procfs.pid_start_time(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
 
 
 def migration_channel(name: str) -> dict[str, object]:
