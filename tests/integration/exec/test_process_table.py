@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from contextlib import aclosing
+from pathlib import Path
 
 import pytest
 
@@ -75,16 +76,20 @@ async def test_a_slow_reader_gets_a_gap_and_delays_nobody(bench: Bench) -> None:
 @pytest.mark.parametrize("ends", ["reads on", "goes away", "kills it"])
 @pytest.mark.parametrize("capture_bytes", [0, 4 << 20])
 @pytest.mark.parametrize("terminal", [False, True], ids=["pipe", "terminal"])
-async def test_a_reader_that_holds_the_command(bench: Bench, ends: str, capture_bytes: int, terminal: bool) -> None:
+async def test_a_reader_that_holds_the_command(bench: Bench, tmp_path: Path, ends: str, capture_bytes: int, terminal: bool) -> None:
+    attached = tmp_path / "attached"  # what is written before is not kept for the reader, where nothing is
     process = await bench.start(
-        "stty raw -echo 2>/dev/null; echo first; read x; seq 1 300000",
+        f"stty raw -echo 2>/dev/null; until [ -e {attached} ]; do sleep 0.01; done; echo first; read x; seq 1 300000",
         stdin_mode="stream",
         capture_bytes=capture_bytes,
         pty=Pty() if terminal else None,
     )
     idle = bench.execution.poller.watched()
     async with aclosing(bench.table.attach(process.id, hold=True)) as slow:
-        first = await anext(slow)
+        coming = asyncio.ensure_future(anext(slow))
+        await asyncio.sleep(0)
+        attached.touch()
+        first = await coming
         await bench.table.stdin(process.id, b"\n")
         await eventually(lambda: bench.execution.poller.watched() < idle)  # its output is left in the pipe: it waits
         assert not process.ended
