@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import signal
+import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -12,6 +15,8 @@ import msgspec
 import pytest
 
 from opendsec.api.ids import SNAPSHOT, new_id
+from opendsec.images.store import ImageStore
+from opendsec.kernel import procfs
 from opendsec.runtime.backend import Handle
 from opendsec.runtime.microvm.backend import MicroVMBackend
 from opendsec.runtime.vmm import processes
@@ -19,6 +24,9 @@ from opendsec.runtime.vmm.handle import VmHandle
 from opendsec.runtime.vmm.processes import ProcessState
 from opendsec.runtime.vmm.store import write
 from opendsec.testing.contracts.backend import Setup, output
+from tests.images import BASE, base_store
+from tests.support import ROOT
+from tests.vms import LIMITS, VmNode
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -148,3 +156,72 @@ async def test_ten_cycles_lose_nothing(vms: Setup) -> None:
             assert up > before
     finally:
         await handle.destroy()
+
+
+EDGE = """
+import asyncio, os, shutil, signal, sys
+from pathlib import Path
+from opendsec.images.store import ImageStore
+from opendsec.kernel import procfs
+from opendsec.runtime.guest.channel import Channel
+from opendsec.runtime.vmm import checkpoint
+from opendsec.runtime.vmm.templates import Templates
+from opendsec.testing.contracts.backend import Setup
+from tests.images import BASE, base_store
+from tests.vms import LIMITS, VmNode
+
+def die(thread):
+    print(thread.pid, procfs.pid_start_time(thread.pid), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+talk = Templates._talk
+
+async def tried(self, vmm, what):
+    if what is Channel.usage:
+        die(vmm)
+    await talk(self, vmm, what)
+
+async def main(folder, edge_id, moment):
+    if moment == "captured":
+        checkpoint._signals = lambda script, thread: die(thread)
+    else:
+        Templates._talk = tried
+    node = VmNode(Path(folder), edge_id=edge_id)
+    await node.containers.start()
+    vms = Setup(make=node.make, layers=ImageStore(base_store()).resolve(BASE).layers, murder=lambda _: None, limits=LIMITS)
+    await vms.start()
+    wanted = vms.backend.wanted(vms.layers, vms.placement())
+    key = vms.backend.templates.key(wanted)
+    shutil.rmtree(vms.backend.store.template(key), ignore_errors=True)  # the kept one
+    vms.backend.store.disk(f"template-{key}").unlink(missing_ok=True)
+    await vms.backend.templates.get(wanted)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("moment", ["captured", "tried"])
+async def test_the_edge_dies_while_one_is(moment: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        async with VmNode(Path(folder)) as node:
+            await node.containers.close()
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", EDGE, str(node.directory), node.edge_id, moment), stdout=asyncio.subprocess.PIPE, cwd=ROOT
+            )
+            said, _ = await process.communicate()
+            assert process.returncode == -signal.SIGKILL
+            pid, started = map(int, said.split())
+            await node.containers.start()  # waits for the spawner of the one that died
+            # While it is held, it may be in the midst of what it did not want to do: then it has died as well.
+            assert procfs.is_exiting(pid, started) == (moment == "captured")
+            backend = await node.make()
+            try:
+                assert procfs.is_exiting(pid, started)
+                assert not list((backend.store.root / "templates").glob(".*"))
+                setup = Setup(make=node.make, layers=ImageStore(base_store()).resolve(BASE).layers, murder=lambda _: None, limits=LIMITS)
+                setup.backend = backend
+                async with setup.box() as handle:
+                    assert goes_on(handle)
+                    assert (await output(handle, "echo", "on"))[0] == b"on\n"
+            finally:
+                await backend.close()
