@@ -24,7 +24,7 @@ MACHINE = ("processes", "mounts", "cgroups", "loop devices", "network namespaces
 
 # The kernel finishes some work after the call that asked for it has returned (a cgroup empties, a loop device clears itself).
 # Only a test that already looks leaky waits for that, and no longer than this.
-SETTLE_S = 3.0
+SETTLE_S = 8.0
 
 PROJECT = re.compile(r"dsec-(edge|spawner)|opendsec[./](edge|kernel|images)|^/usr/bin/qemu-system-x86_64 -name")
 
