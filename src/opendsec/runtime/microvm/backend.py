@@ -364,7 +364,7 @@ class MicroVMBackend(VmBackend):
             handle.hold(vmm)
             await handle.channel.clock()
         except BaseException as error:
-            handle.let_go_of_vmm()
+            handle.lose(vmm, f"it was resumed, and failed: {error}")
             await asyncio.shield(vmm.kill())
             _it_has_run(error)
             raise

@@ -68,6 +68,13 @@ class VmHandle:
             vmm.listeners.append(lambda name, data: self._on_event(vmm, name, data))
         vmm.died.add_done_callback(lambda told: self._on_death(vmm, told.result()))
 
+    def lose(self, vmm: Vmm, reason: str) -> None:
+        """This was its QEMU, and is to be no more: it is lost."""
+        if vmm is self._vmm:
+            self._vmm = None
+            self.channel.close()
+            self._lost(reason)
+
     def let_go_of_vmm(self) -> None:
         """It has none any more: it is paused."""
         self._vmm = None

@@ -42,6 +42,7 @@ class Qmp:
         self._client = client
         self._on_event = on_event
         self._sending = asyncio.Lock()
+        self._closing = asyncio.Lock()
         self._listener = EventListener()
         client.register_listener(self._listener)
         self._events = asyncio.ensure_future(self._hand_on())
@@ -103,12 +104,14 @@ class Qmp:
             socket.send_fds(connection, [b" "], [fd])
 
     async def close(self) -> None:
+        """May be repeated, and at the same time."""
         self._events.cancel()
-        try:
-            if self._client.runstate is not Runstate.IDLE:
-                await self._client.disconnect()
-        except (QMPError, OSError, EOFError):
-            pass  # it was broken before
+        async with self._closing:
+            try:
+                if self._client.runstate is not Runstate.IDLE:
+                    await self._client.disconnect()
+            except (QMPError, OSError, EOFError):
+                pass  # it was broken before
         await asyncio.gather(self._events, return_exceptions=True)
 
 
