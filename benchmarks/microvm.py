@@ -10,6 +10,7 @@ templates alone are made below the edge. Which accelerator was used stands among
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -108,9 +109,11 @@ async def clones(edge: MachineEdge, client: od.Client, report: Report, count: in
 
 
 def held(edge: MachineEdge) -> int:
-    """Descriptors of the edge and of its children, and children."""
+    """Descriptors of the edge and of its children, and children. Not those of its journal: SQLite keeps the one of a checkpoint's
+    connection for the next."""
     children = procfs.children(edge.pid)
-    return len(children) + sum(len(procfs.fds(pid)) for pid in (edge.pid, *children))
+    names = [name for pid in (edge.pid, *children) for name in procfs.fds(pid).values()]
+    return len(children) + sum(not name.startswith(os.fsencode(edge.state_dir / "journal.db")) for name in names)
 
 
 async def leaked(edge: MachineEdge, before: int) -> int:
