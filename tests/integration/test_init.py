@@ -93,7 +93,12 @@ def namespace() -> Iterator[Namespace]:
 
 def wait_until_asleep(pid: int) -> None:
     """Until init is set up: nothing is mapped then but its code (and, on x86, the kernel's vsyscall page)."""
-    until(lambda: len(Path(f"/proc/{pid}/maps").read_text().splitlines()) <= 2, "init is not set up", timeout_s=30)
+
+    def is_asleep() -> bool:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        return 0 < len(lines) <= 2 and not any("[stack]" in line for line in lines)  # while it is executed it has little more than a stack
+
+    until(is_asleep, "init is not set up", timeout_s=30)
 
 
 def wait_until_reaped(pid: int, pidfd: int) -> None:
