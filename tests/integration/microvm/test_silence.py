@@ -11,7 +11,7 @@ import signal
 import pytest
 
 from opendsec.api.errors import SandboxLost
-from opendsec.runtime.guest import channel
+from opendsec.runtime.guest import silence
 from opendsec.runtime.vmm import process
 from opendsec.runtime.vmm.handle import VmHandle
 from opendsec.testing.contracts.backend import Setup, output, plan
@@ -32,7 +32,7 @@ SILENCED = {
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("QUIET_S", 0.3), ("REST_S", 0.6), ("STEP_S", 0.1), ("SILENT_S", 1.0)):
-        monkeypatch.setattr(channel, name, seconds)
+        monkeypatch.setattr(silence, name, seconds)
 
 
 @pytest.mark.parametrize("how", SILENCED)
@@ -57,11 +57,11 @@ async def test_a_guest_that_gets_no_time_is_waited_for(vms: Setup, hasty: None) 
         def served(seconds: float) -> float:
             nonlocal asked
             asked += seconds
-            if asked > 2 * channel.SILENT_S:
+            if asked > 2 * silence.SILENT_S:
                 said.set()
             return handle.vmm.served(seconds)
 
-        handle.channel.served = served
+        handle.channel.silence.served = served
 
         async def overdue() -> None:
             """Until it has been silent for much longer than a guest may be."""

@@ -11,9 +11,7 @@ Bounds, whatever the guest does:
 * frames about what has just ended may cross with its end, so they are dropped; but no more of them than a guest can have under way (see
   `forget`). All other nonsense breaks the channel at once.
 
-Whoever is root in the guest can stop guestd as well as replace it. So while anything is expected of it, a guest that says nothing is
-asked for a sign of life, and given up if none comes in SILENT_S seconds. Those count while it can run (`served`): a guest that is slow
-since its machine gets no CPU, or stands still, is not a silent one.
+A guest that says nothing any more is lost as well (`silence`).
 
 A channel can stand still (`park`) while the machine's state is saved, and go on over the same connection (`unpark`) or, after the
 machine has come back from memory, over another one (`resume`): nothing is lost of what goes either way.
@@ -34,7 +32,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from opendsec.api.errors import OpenDSecError, SandboxLost, Unavailable
 from opendsec.runtime.backend import Counters, ExecPlan, FileAccess, Running
-from opendsec.runtime.guest import wire
+from opendsec.runtime.guest import silence, wire
 from opendsec.runtime.guest.wire import Fields, WireError
 from opendsec.runtime.poller import Poller
 
@@ -45,9 +43,6 @@ if TYPE_CHECKING:
 OPEN_S = 30.0  # for a guest that runs to answer HELLO: of a hundred on a busy machine some wait long
 ANSWER_S = 30.0  # to anything else
 PARK_S = 10.0
-QUIET_S, REST_S = 10.0, 30.0  # without a word, before it is asked for one: while answers are due; while only commands run
-STEP_S = 2.0
-SILENT_S = 60.0
 MAX_PENDING = 8192  # requests without an answer; more means that the guest does not listen
 MAX_ANSWER = 1 << 20  # unless the request says otherwise
 MAX_COMMANDS_BYTES = 4 << 20
@@ -120,12 +115,7 @@ class Channel:
         self._allowance = 0
         self._asking_usage = False
         self._files: GuestFiles | None = None
-        self.served: Callable[[float], float] = lambda seconds: seconds
-        """Of so many seconds since it was called last, how many the guest could run."""
-        self._look_timer: asyncio.TimerHandle | None = None
-        self._heard = False  # since the last look
-        self._heard_at = self._looked_at = 0.0
-        self._silent_s: float | None = None  # since it was asked for a sign of life
+        self.silence = silence.Silence(self._expects, lambda: self.post(wire.PING, b""), self._break)
         self._attach(sock)
 
     # --- life --------------------------------------------------------------------------------------------------------
@@ -181,8 +171,7 @@ class Channel:
         if self.broken.done():
             return
         self.broken.set_result(reason)
-        if self._look_timer is not None:
-            self._look_timer.cancel()
+        self.silence.close()
         self._unattach()
         error = SandboxLost(f"the sandbox has ended: {reason}" if reason else "the sandbox has ended")
         self._out.clear()
@@ -335,9 +324,8 @@ class Channel:
         self._pending[number] = _Pending(kind, limit, done)
         if owner is not None:
             self._owners[number] = owner
-        if self._look_timer is None:
-            self._heard_at = self._loop.time()
-            self._look_timer = self._loop.call_later(QUIET_S, self._look)
+        if self.silence.timer is None:
+            self.silence.begin()
         if self._first and kind in self._first:
             held, self._parked = self._parked, None
             self.send(data)
@@ -438,28 +426,12 @@ class Channel:
         if self._owners.pop(number, None) is not None:
             self._allowance += crossing + CROSSING_EVENTS
 
-    # --- whether anybody is there ------------------------------------------------------------------------------------
-
-    def _look(self) -> None:
-        """Again and again, while anything is expected of the guest."""
-        self._look_timer = None
-        now = self._loop.time()
+    def _expects(self) -> silence.Expected:
         if self.lost or self._sock is None or not (self._pending or self._owners):
-            self._heard, self._silent_s = False, None
-            return
-        if self._heard or self._parked is not None or self._needle:  # while it is greeted, whoever does that has a time of his own
-            self._heard, self._heard_at, self._silent_s = False, now, None
-        elif self._silent_s is not None:
-            self._silent_s += self.served(min(now - self._looked_at, 2 * STEP_S))  # this loop may not have turned
-            if self._silent_s >= SILENT_S:
-                self._break(f"the guest has said nothing for {SILENT_S:g} s: somebody inside has stopped its guestd, or its kernel hangs")
-                return
-        self._look_timer = self._loop.call_later(QUIET_S if self._silent_s is None else STEP_S, self._look)
-        self._looked_at = now
-        if self._silent_s is None and now - self._heard_at >= (QUIET_S if self._pending else REST_S):
-            self._silent_s = 0.0
-            self.served(0.0)
-            self.post(wire.PING, b"")
+            return silence.NOTHING
+        if self._parked is not None or self._needle:  # while it is greeted, whoever does that has a time of his own
+            return silence.NO_WORD
+        return silence.ANSWERS if self._pending else silence.ENDS
 
     # --- sending -----------------------------------------------------------------------------------------------------
 
@@ -555,7 +527,7 @@ class Channel:
             self._break("the connection to the guest was closed")
             return
         self._end += got
-        self._heard = True
+        self.silence.heard = True
         self._handle()
 
     def _go_on(self) -> None:

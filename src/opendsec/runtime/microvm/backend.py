@@ -307,7 +307,7 @@ class MicroVMBackend(VmBackend):
             sock.close()
             raise
         channel = await self.open_channel(sock, profile)
-        channel.served = vmm.served
+        channel.silence.served = vmm.served
         return channel
 
     async def identify(self, channel: Channel, hostname: str, pids: int) -> None:

@@ -63,7 +63,7 @@ class VmHandle:
     def hold(self, vmm: Vmm) -> None:
         """This is its QEMU from now on."""
         self._vmm = vmm
-        self.channel.served = vmm.served
+        self.channel.silence.served = vmm.served
         if self.backend.reboots(self.box):
             vmm.listeners.append(lambda name, data: self._on_event(vmm, name, data))
         vmm.died.add_done_callback(lambda told: self._on_death(vmm, told.result()))
