@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -103,7 +104,7 @@ async def ask(vmm: Vmm, letter: bytes) -> str:
         sock.close()
 
 
-def threads(pid: int) -> list[tuple[str, str]]:
+def numbered(pid: int) -> list[tuple[str, str]]:
     """Number in its own namespace and name of each, without those that only used up a number and are about to be gone."""
     while True:
         try:
@@ -121,7 +122,7 @@ async def test_the_program_itself(processes: Alive) -> None:
 
 async def test_it_goes_on_exactly(processes: Alive) -> None:
     vmm = await processes.start()
-    named = threads(vmm.pid)
+    named = numbered(vmm.pid)
     assert [name for _, name in named][1:] == THREADS
     assert [int(number) for number, _ in named] != list(range(1, len(named) + 1))  # some numbers nobody has any more
     command, environment = procfs.cmdline(vmm.pid), procfs.environ(vmm.pid)
@@ -130,7 +131,7 @@ async def test_it_goes_on_exactly(processes: Alive) -> None:
     before = {path.name: hashlib.sha256(path.read_bytes()).digest() for path in processes.folder.iterdir() if path.name != PAGES}
     clones = [await processes.start(processes.folder) for _ in range(3)]
     for clone in clones:
-        assert threads(clone.pid) == named
+        assert numbered(clone.pid) == named
         assert (procfs.cmdline(clone.pid), procfs.environ(clone.pid)) == (command, environment)
     for clone in clones:
         assert await ask(clone, b"w") == "ok\n"
@@ -217,6 +218,29 @@ async def test_one_that_dies_while_it_is_captured(processes: Alive, monkeypatch:
     await vmm.kill()
 
 
+async def test_whoever_gives_up_waits_until_nothing_is_held(processes: Alive, monkeypatch: pytest.MonkeyPatch) -> None:
+    vmm = await processes.start()
+    loop, reached, further = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+    signals = checkpoint._signals
+
+    def wait(script: checkpoint.Script, thread: tracee.Thread) -> None:
+        loop.call_soon_threadsafe(reached.set)
+        further.wait(30)
+        signals(script, thread)
+
+    monkeypatch.setattr(checkpoint, "_signals", wait)
+    capturing = asyncio.ensure_future(vmm.capture(processes.machine, processes.folder))
+    await reached.wait()
+    capturing.cancel()
+    await asyncio.wait([capturing], timeout=0.01)
+    assert not capturing.done() and procfs.status(vmm.pid)["TracerPid"] != "0"
+    further.set()
+    with pytest.raises(asyncio.CancelledError):
+        await capturing
+    assert procfs.status(vmm.pid)["TracerPid"] == "0"
+    await vmm.kill()
+
+
 async def test_no_room_to_capture(processes: Alive, monkeypatch: pytest.MonkeyPatch) -> None:
     vmm = await processes.start()
     for megabytes in (1, 4):
@@ -265,10 +289,12 @@ def test_what_is_not_known_is_refused_by_name(alive: Path, tmp_path: Path, monke
             sock.bind(str(tmp_path / name))
             sock.listen()
         # Without confinement, which would keep it from some of this.
-        line = f'exec 3<&{monitor.fileno()} 4<&{guest.fileno()} {monitor.fileno()}<&- {guest.fileno()}<&-; exec "$@"'
+        first, second = given = (monitor.fileno(), guest.fileno())  # which may be 4 and 3
+        line = f"exec {{m}}<&{first} {{g}}<&{second}; exec {first}<&- {second}<&-; "
+        line += 'exec 3<&$m 4<&$g {m}<&- {g}<&-; exec "$@"'
         with subprocess.Popen(
             ["bash", "-c", line, "bash", alive, what],
-            pass_fds=(monitor.fileno(), guest.fileno()),
+            pass_fds=given,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

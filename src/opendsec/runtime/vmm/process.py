@@ -21,6 +21,7 @@ from typing import TypeVar
 import msgspec
 
 from opendsec.api.errors import Internal, SandboxLost, Unavailable, Unsupported
+from opendsec.images.waiting import in_thread
 from opendsec.kernel import procfs, syscalls
 from opendsec.kernel.fds import reopen
 from opendsec.runtime.backend import Exit
@@ -344,7 +345,7 @@ class Vmm:
     async def _or_dead(self, work: Callable[[], None]) -> None:
         """Something with its memory, in a thread. Raises SandboxLost if it fails because QEMU is dead."""
         try:
-            await asyncio.to_thread(work)
+            await in_thread(work)
         except OSError as error:
             if self.alive():
                 raise
@@ -368,7 +369,7 @@ class Vmm:
         """Take what `dump_changes` wrote; the machine was started with `incoming` and has not been loaded yet. Bytes of pages."""
         self._base()
         try:
-            return await asyncio.to_thread(memory.load_changes, self.pid, MAPPED_RAM, self.record.memory_bytes, path)
+            return await in_thread(memory.load_changes, self.pid, MAPPED_RAM, self.record.memory_bytes, path)
         except (OSError, Internal) as error:
             if self.alive():
                 raise
@@ -381,7 +382,7 @@ class Vmm:
 
     async def _dump(self, to: Path, dump: Callable[[], int]) -> int:
         try:
-            written = await asyncio.to_thread(dump)
+            written = await in_thread(dump)
         except (OSError, Internal) as error:
             if self.alive() or isinstance(error, FileExistsError):
                 raise
