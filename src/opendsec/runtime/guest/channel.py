@@ -21,11 +21,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import os
 import secrets
 import select
 import socket
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -33,6 +31,8 @@ from typing import TYPE_CHECKING, Protocol
 from opendsec.api.errors import OpenDSecError, SandboxLost, Unavailable
 from opendsec.runtime.backend import Counters, ExecPlan, FileAccess, Running
 from opendsec.runtime.guest import silence, wire
+from opendsec.runtime.guest.requests import ANSWER_S, Requests
+from opendsec.runtime.guest.requests import Refused as Refused
 from opendsec.runtime.guest.wire import Fields, WireError
 from opendsec.runtime.poller import Poller
 
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from opendsec.runtime.guest.files import GuestFiles
 
 OPEN_S = 30.0  # for a guest that runs to answer HELLO: of a hundred on a busy machine some wait long
-ANSWER_S = 30.0  # to anything else
 PARK_S = 10.0
 MAX_PENDING = 8192  # requests without an answer; more means that the guest does not listen
 MAX_ANSWER = 1 << 20  # unless the request says otherwise
@@ -58,10 +57,6 @@ CROSSING_EVENTS = 16  # that a guest may have sent about a command before it hea
 MAX_ERRNO = 4095
 
 Parts = list[bytes]
-
-
-class Refused(OSError):
-    """The guest answered by an error: its errno, and its text for people as `strerror`."""
 
 
 class Owner(Protocol):
@@ -87,7 +82,7 @@ class _Pending:
         self.size = 0
 
 
-class Channel:
+class Channel(Requests):
     """Made by `open`. `broken` is done once it is gone for good: with a reason, empty if it was closed here."""
 
     def __init__(self, sock: socket.socket, poller: Poller | None) -> None:
@@ -115,7 +110,7 @@ class Channel:
         self._allowance = 0
         self._asking_usage = False
         self._files: GuestFiles | None = None
-        self.silence = silence.Silence(self._expects, lambda: self.post(wire.PING, b""), self._break)
+        self.silence = silence.Silence(self._expects, lambda: self.post(wire.PING, b""), self.give_up)
         self._attach(sock)
 
     # --- life --------------------------------------------------------------------------------------------------------
@@ -165,9 +160,9 @@ class Channel:
 
     def close(self) -> None:
         """Let go of everything; what runs counts as killed. May be repeated."""
-        self._break("")
+        self.give_up("")
 
-    def _break(self, reason: str) -> None:
+    def give_up(self, reason: str) -> None:
         if self.broken.done():
             return
         self.broken.set_result(reason)
@@ -190,7 +185,7 @@ class Channel:
 
     def break_off(self, error: WireError) -> None:
         """The guest said what no guestd says."""
-        self._break(f"the guest broke the protocol: {error}")
+        self.give_up(f"the guest broke the protocol: {error}")
 
     @property
     def lost(self) -> bool:
@@ -317,7 +312,7 @@ class Channel:
         except ValueError as error:
             raise Unavailable(str(error)) from error
         if len(self._pending) >= MAX_PENDING:
-            self._break(f"the guest has left {MAX_PENDING} requests without an answer")
+            self.give_up(f"the guest has left {MAX_PENDING} requests without an answer")
             if done is not None:
                 done(SandboxLost("the sandbox has ended"))
             return number
@@ -460,7 +455,7 @@ class Channel:
             except BlockingIOError:
                 sent = 0
             except OSError as error:
-                self._break(f"the connection to the guest failed: {error.strerror}")
+                self.give_up(f"the connection to the guest failed: {error.strerror}")
                 return
             if sent == len(data):
                 return
@@ -468,7 +463,7 @@ class Channel:
             self._out_bytes = len(data) - sent
             self._watch(select.EPOLLIN | select.EPOLLOUT)
         elif self._out_bytes + len(data) > MAX_OUT_BYTES:
-            self._break("the guest takes nothing any more")
+            self.give_up("the guest takes nothing any more")
         else:
             self._out.append(data)
             self._out_bytes += len(data)
@@ -490,7 +485,7 @@ class Channel:
             except BlockingIOError:
                 break
             except OSError as error:
-                self._break(f"the connection to the guest failed: {error.strerror}")
+                self.give_up(f"the connection to the guest failed: {error.strerror}")
                 return
             self._out_bytes -= sent
             while sent:
@@ -521,10 +516,10 @@ class Channel:
         except BlockingIOError:
             return
         except OSError as error:
-            self._break(f"the connection to the guest failed: {error.strerror}")
+            self.give_up(f"the connection to the guest failed: {error.strerror}")
             return
         if not got:
-            self._break("the connection to the guest was closed")
+            self.give_up("the connection to the guest was closed")
             return
         self._end += got
         self.silence.heard = True
@@ -540,9 +535,9 @@ class Channel:
             if not self._needle or self._seek():
                 self._parse()
         except WireError as error:
-            self._break(f"the guest broke the protocol: {error}")
+            self.give_up(f"the guest broke the protocol: {error}")
         except Exception:
-            self._break("the host could not go on with what the guest said")  # ours; the loop's handler is told
+            self.give_up("the host could not go on with what the guest said")  # ours; the loop's handler is told
             raise
 
     def _seek(self) -> bool:
@@ -671,68 +666,7 @@ class Channel:
             self._files = GuestFiles(self)
         return self._files
 
-    # --- the machine -------------------------------------------------------------------------------------------------
-
-    def read(self, answer: bytes, read: Callable[[Fields], wire.T]) -> wire.T:
-        """Raises SandboxLost, and breaks the channel, if the answer is no such thing."""
-        try:
-            return wire.only(answer, read)
-        except WireError as error:
-            self._break(f"the guest broke the protocol: {error}")
-            raise SandboxLost(f"the sandbox has ended: the guest broke the protocol: {error}") from error
-
-    async def _machine(self, kind: int, payload: bytes, timeout_s: float = ANSWER_S) -> bytes:
-        """Raises Unavailable also when the guest refuses."""
-        try:
-            return await self.ask(kind, payload, timeout_s=timeout_s)
-        except Refused as error:
-            raise Unavailable(f"the guest could not do it: {error.strerror}", data={"errno": error.errno or 0}) from error
-
-    async def ping(self, timeout_s: float = ANSWER_S) -> None:
-        said = secrets.token_bytes(wire.NONCE_BYTES)
-        if await self._machine(wire.PING, said, timeout_s) != said:
-            self._break("the guest answered what it was not asked")
-
-    async def identity(
-        self, *, seed: bytes | None = None, hostname: str = "", machine_id: str = "", boot_id: str = "", wall_clock_ns: int | None = None
-    ) -> wire.Renewed:
-        """Make the guest somebody else: random numbers (always), names, clock (None: the host's time by now; 0: left alone). Raises
-        Unavailable unless the guest confirms each of them: then the clone must not be used."""
-        seed = os.urandom(wire.SEED_BYTES) if seed is None else seed
-        now = time.time_ns() if wall_clock_ns is None else wall_clock_ns
-        names = wire.string(hostname) + wire.string(machine_id) + wire.string(boot_id)
-        renewed = self.read(await self._machine(wire.IDENTITY, seed + wire.u64(now) + names), wire.renewed)
-        wanted = wire.DONE_SEED | (wire.DONE_HOSTNAME if hostname else 0) | (wire.DONE_MACHINE_ID if machine_id else 0)
-        wanted |= (wire.DONE_BOOT_ID if boot_id else 0) | (wire.DONE_CLOCK if now else 0)
-        if wanted & ~renewed.done:
-            raise Unavailable(f"the guest did not confirm its new identity (asked for {wanted:#x}, done {renewed.done:#x})")
-        return renewed
-
-    async def clock(self, wall_clock_ns: int | None = None, seed: bytes | None = None) -> None:
-        """Set the clock, to the host's unless given, and mix in a seed. Raises Unavailable unless both are confirmed."""
-        now = time.time_ns() if wall_clock_ns is None else wall_clock_ns
-        done = self.read(await self._machine(wire.CLOCK, wire.u64(now) + (seed or os.urandom(wire.SEED_BYTES))), Fields.u32)
-        if (wire.DONE_CLOCK | wire.DONE_SEED) & ~done:
-            raise Unavailable(f"the guest did not set its clock (done {done:#x})")
-
-    async def network(
-        self,
-        *,
-        device: str = "",
-        mac: bytes = bytes(6),
-        mtu: int = 0,
-        addresses: Sequence[str] = (),
-        gateways: Sequence[str] = (),
-        name_servers: Sequence[str] = (),
-    ) -> None:
-        """`addresses` with their prefix lengths."""
-        parts = (wire.string(device), mac, wire.u32(mtu), wire.strings(addresses), wire.strings(gateways), wire.strings(name_servers))
-        self.read(await self._machine(wire.NETWORK, b"".join(parts)), wire.nothing)
-
-    async def usage(self) -> wire.GuestUsage:
-        used = self.read(await self._machine(wire.USAGE, b""), wire.usage)
-        self.counters, self.usage_now = used.counters, used
-        return used
+    # --- accounting --------------------------------------------------------------------------------------------------
 
     def usage_nowait(self) -> wire.GuestUsage | None:
         """What was known last, None at first; asks for news, which a later call gives."""
@@ -746,25 +680,3 @@ class Channel:
         if not isinstance(result, Exception):
             used = wire.only(b"".join(result), wire.usage)
             self.counters, self.usage_now = used.counters, used
-
-    async def sync(self) -> None:
-        self.read(await self._machine(wire.SYNC, b""), wire.nothing)
-
-    async def freeze_disk(self) -> None:
-        """The root's disk stands still, with all that was written before on it."""
-        self.read(await self._machine(wire.FREEZE, b""), wire.nothing)
-
-    async def thaw_disk(self) -> None:
-        """May be repeated."""
-        self.read(await self._machine(wire.THAW, b""), wire.nothing)
-
-    async def mount(self, source: str, target: str, kind: str, options: str = "", *, read_only: bool = False) -> None:
-        payload = b"".join(map(wire.string, (source, target, kind, options))) + wire.u32(wire.MOUNT_READ_ONLY if read_only else 0)
-        self.read(await self._machine(wire.MOUNT, payload), wire.nothing)
-
-    async def limits(self, *, processes: int) -> None:
-        self.read(await self._machine(wire.LIMITS, wire.u64(processes)), wire.nothing)
-
-    async def shutdown(self, *, reboot: bool = False) -> None:
-        """Returns when the guest has heard; `broken` is done when it is over, by the end of its machine."""
-        self.read(await self._machine(wire.SHUTDOWN, wire.u32(wire.SHUTDOWN_REBOOT if reboot else wire.SHUTDOWN_OFF)), wire.nothing)

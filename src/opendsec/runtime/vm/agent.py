@@ -45,7 +45,7 @@ class AgentChannel(SilentChannel):
     why = WHY
 
     def __init__(self, sock: socket.socket, poller: Poller | None) -> None:
-        self.line = Line(self.send, self._break_later)
+        self.line = Line(self.send, self.give_up_later)
         self._system: str | None = None
         self._agent_files: FileAccess | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -75,13 +75,13 @@ class AgentChannel(SilentChannel):
 
     def nonsense(self) -> None:
         """Its answer is of the right form and cannot be true: as if the form were wrong. From any thread."""
-        self.call_soon(lambda: self._break("the guest's agent said what no agent says"))
+        self.call_soon(lambda: self.give_up("the guest's agent said what no agent says"))
 
-    def _break_later(self, why: str) -> None:
-        self._loop.call_soon(self._break, why)
+    def give_up_later(self, why: str) -> None:
+        self._loop.call_soon(self.give_up, why)
 
-    def _break(self, reason: str) -> None:
-        super()._break(reason)
+    def give_up(self, reason: str) -> None:
+        super().give_up(reason)
         self.line.end()
         for task in self._tasks:
             task.cancel()
