@@ -22,6 +22,7 @@ import pytest
 from opendsec.api.errors import Internal, SandboxLost, Unsupported
 from opendsec.kernel import procfs, syscalls, tracee
 from opendsec.runtime.vmm import checkpoint
+from opendsec.runtime.vmm import script as steps
 from opendsec.runtime.vmm.checkpoint import PAGES, SCRIPT
 from opendsec.runtime.vmm.machine import Machine, Ram
 from opendsec.runtime.vmm.place import QMP_SOCKET
@@ -182,17 +183,17 @@ async def test_damaged_files_are_told_of(processes: Alive) -> None:
 
 async def test_one_whose_numbers_are_taken_does_not_begin(processes: Alive, monkeypatch: pytest.MonkeyPatch) -> None:
     """As outside a namespace of its own."""
-    pack = checkpoint._THREAD.pack
+    pack = steps.THREAD.pack
 
     class Others:
-        size = checkpoint._THREAD.size
+        size = steps.THREAD.size
 
         @staticmethod
         def pack(*values: object) -> bytes:
             *head, number, name = values
             return pack(*head, int(str(number)) - 1, name)
 
-    monkeypatch.setattr(checkpoint, "_THREAD", Others)
+    monkeypatch.setattr(steps, "THREAD", Others)
     folder = await processes.capture()
     with pytest.raises(Internal, match="restore: thread 0"):
         await processes.start(folder)
@@ -202,7 +203,7 @@ async def test_one_that_dies_while_it_is_captured(processes: Alive, monkeypatch:
     vmm = await processes.start()
     signals = checkpoint._signals
 
-    def die(script: checkpoint.Script, thread: tracee.Thread) -> None:
+    def die(script: steps.Script, thread: tracee.Thread) -> None:
         syscalls.pidfd_send_signal(vmm.pidfd, signal.SIGKILL)
         while vmm.alive():
             pass
@@ -223,7 +224,7 @@ async def test_whoever_gives_up_waits_until_nothing_is_held(processes: Alive, mo
     loop, reached, further = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
     signals = checkpoint._signals
 
-    def wait(script: checkpoint.Script, thread: tracee.Thread) -> None:
+    def wait(script: steps.Script, thread: tracee.Thread) -> None:
         loop.call_soon_threadsafe(reached.set)
         further.wait(30)
         signals(script, thread)
