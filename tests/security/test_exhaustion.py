@@ -251,9 +251,13 @@ def test_t10_process_1_outlives_every_shortage(node: Node) -> None:
     """Memory full to the brim with files that no kill gives back: the kernel goes on to kill whatever it may."""
     with node.box(memory="16MiB", disk="64MiB") as box:
         for _ in range(5):
-            box.sh("for n in 1 2 3 4 5 6; do dd if=/dev/zero of=/fill.$$.$n bs=4k; done; exec dd if=/dev/zero of=/dev/shm/$$ bs=4k")
+            fill = "for n in 1 2 3 4 5 6; do dd if=/dev/zero of=/fill.$$.$n bs=4k; done; exec dd if=/dev/zero of=/dev/shm/$$ bs=4k"
+            filler = box.start("sh", "-c", fill)
+            node.wait(asyncio.shield(filler.running.exited))
+            filler.kill()  # a dd that has outlived its shell would go on filling, and keep what is removed below
         assert box.counters.oom_kills >= 1
         assert not box.handle.died.done()
+        empty(node, box)
         root = procfs.path_of(box.pid, "root")
         for name in os.listdir(root):
             if name.startswith("fill."):

@@ -143,7 +143,7 @@ class Vmm:
                         memory_bytes=machine.memory_bytes,
                         ram=machine.ram.path,
                         ram_shared=machine.ram.shared,
-                        blocks=machine.display is not None or machine.firmware is not None,
+                        blocks=machine.kind != "microvm",
                     )
                     vmm = cls(record, pidfd, answer.exited)
                     vmm._stands = machine.incoming
