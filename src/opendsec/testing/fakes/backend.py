@@ -58,6 +58,7 @@ class FakeSandbox:
         self.oom_kills = 0
         self.on_death: list[Callable[[str], None]] = []
         self.running: set[FakeRunning] = set()
+        self._marks: dict[tuple[int, int], bytes] = {}  # of those seen, by number and start
 
     async def reaped(self) -> None:
         """After `kill_all`: until no dead child is left."""
@@ -78,14 +79,18 @@ class FakeSandbox:
 
     def processes(self, process_id: str = "") -> tuple[int, ...]:
         """Living processes of the sandbox or of one command, wherever they went."""
-        mark = f"{MARK}={self.record.sandbox_id}/{process_id}".encode()
-        # The kernel shows a program's environment some time after Popen has returned, so ours are known by their ids.
+        mark = f"{MARK}={self.record.sandbox_id}/".encode()
+        # The kernel shows a program's environment some time after Popen has returned, so ours are known by their ids. One that is
+        # executing another program has none for a moment, so whoever was seen once is known from then on.
         ours = {running.pid for running in self.running if process_id in ("", running.process_id)}
         found = []
         for pid in procfs.pids():
             try:
-                marked = pid in ours or any(item.startswith(mark) for item in procfs.environ(pid))
-                if marked and procfs.stat(pid).state not in "ZX":
+                facts = procfs.stat(pid)
+                seen = self._marks.get((pid, facts.start_time)) or next((one for one in procfs.environ(pid) if one.startswith(mark)), b"")
+                if seen:
+                    self._marks[pid, facts.start_time] = seen
+                if (pid in ours or (seen and seen.startswith(mark + process_id.encode()))) and facts.state not in "ZX":
                     found.append(pid)
             except (OSError, ValueError):
                 continue
