@@ -43,21 +43,13 @@ async def setup(tmp_path: Path) -> AsyncGenerator[Setup, None]:
     for name in ("installer", "drivers"):
         (tmp_path / name).write_bytes(answers.disc())
     with tempfile.TemporaryDirectory() as folder:
-        directory = Path(folder)
-        async with FullNode(directory) as node:
+        async with FullNode(Path(folder)) as node:
             node.operator = Operator(
                 windows=Windows(installer=str(tmp_path / "installer"), drivers=str(tmp_path / "drivers"), answers=answers),
                 macos=MacOS(apple_hardware=True, osk=OSK),
             )
-            layers = await tiny.image(directory)
-            setup = Setup(make=node.make, layers=layers, murder=lambda _: None, limits=tiny.LIMITS)
-            await setup.start()
-            yield setup
-            left = list(setup.backend.leftovers())
-            for sandbox_id in left:
-                await setup.backend.clear(sandbox_id, None)
-            await setup.backend.close()
-            assert left == []
+            async with tiny.started(node) as setup:
+                yield setup
 
 
 async def create(setup: Setup, profile: str, memory_mib: int) -> VmHandle:

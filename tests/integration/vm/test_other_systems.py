@@ -31,17 +31,8 @@ FIRMWARE_S = 180.0  # emulated, on a busy machine
 @pytest.fixture
 async def setup() -> AsyncGenerator[Setup, None]:
     with tempfile.TemporaryDirectory() as folder:
-        directory = Path(folder)
-        async with FullNode(directory) as node:
-            layers = await tiny.image(directory)
-            setup = Setup(make=node.make, layers=layers, murder=lambda _: None, limits=tiny.LIMITS)
-            await setup.start()
+        async with FullNode(Path(folder)) as node, tiny.started(node) as setup:
             yield setup
-            left = list(setup.backend.leftovers())
-            for sandbox_id in left:
-                await setup.backend.clear(sandbox_id, None)
-            await setup.backend.close()
-            assert left == []
 
 
 async def types(handle: VmHandle, line: str) -> None:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from opendsec.api.images import BuildRequest, DirectorySource
@@ -12,6 +14,8 @@ from opendsec.images.build import build
 from opendsec.images.disks import DISK
 from opendsec.images.layers import LayerRef
 from opendsec.images.store import ImageStore
+from opendsec.testing.contracts.backend import Setup
+from tests.full_vms import FullNode
 
 MIB = 1 << 20
 LIMITS = Limits(cpu=1.0, cpu_weight=100, memory_bytes=128 * MIB, disk_bytes=16 * MIB, inodes=64, pids=64, open_files=64)
@@ -35,3 +39,16 @@ async def image(folder: Path) -> tuple[LayerRef, ...]:
     source = DirectorySource(path=str(assemble(folder)))
     await build(store, BuildRequest(name="tiny", source=source), progress=lambda event: None, allow_host_paths=True)
     return tuple(store.resolve("tiny").layers)
+
+
+@contextlib.asynccontextmanager
+async def started(node: FullNode) -> AsyncIterator[Setup]:
+    """A started backend of the node, and what makes sandboxes of the image on it. None may be left at the end."""
+    setup = Setup(make=node.make, layers=await image(node.directory), murder=lambda _: None, limits=LIMITS)
+    await setup.start()
+    yield setup
+    left = list(setup.backend.leftovers())
+    for sandbox_id in left:
+        await setup.backend.clear(sandbox_id, None)
+    await setup.backend.close()
+    assert left == []
